@@ -1,0 +1,1 @@
+"""Tree-aware subclasses of vLLM's MLA attention backends."""

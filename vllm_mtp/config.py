@@ -1,0 +1,261 @@
+"""Settings of ``mtp_tree``: names, ranges, defaults and the words when they are wrong.
+
+Import-light on purpose: this module runs in the front-end process before any weight is
+loaded, and knows neither torch nor vLLM.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+MAX_ROWS = 64
+"""Rows of one verify pass of a request, root included (ancestor bits of an int64)."""
+
+MAX_STEPS = 16
+MAX_TOPK = 32
+
+SETTINGS_KEY = "vllm_mtp"
+"""Where the settings travel: ``VllmConfig.additional_config[SETTINGS_KEY]``."""
+
+METHOD = "mtp_tree"
+
+
+class SettingsError(ValueError):
+    """A setting of ``mtp_tree`` that cannot work; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """The size of every draft tree.
+
+    Source: EAGLE-2, arXiv 2406.16858; SGLang calls the three ``num_steps``,
+    ``eagle_topk`` and ``num_draft_tokens`` (which counts the root).
+    """
+
+    num_steps: int = 3
+    """S, draft steps: the greatest depth of a node. 1 to 16."""
+
+    topk: int = 4
+    """k, branching: children found for each expanded node, and nodes expanded per
+    step. 1 to 32; 1 drafts a chain."""
+
+    num_nodes: int = 7
+    """N, drafted nodes verified per step, the root not counted: 1 to 63, and no more
+    than there are candidates. vLLM's ``num_speculative_tokens``."""
+
+    def __post_init__(self) -> None:
+        _check_range("num_steps", self.num_steps, 1, MAX_STEPS)
+        _check_range("topk", self.topk, 1, MAX_TOPK)
+        _check_range("num_speculative_tokens", self.num_nodes, 1, MAX_ROWS - 1)
+        if self.num_scratch_rows > MAX_ROWS:
+            raise SettingsError(
+                f"mtp_tree: num_steps={self.num_steps} with topk={self.topk} expands "
+                f"{self.num_scratch_rows} nodes per request ((num_steps - 1) * topk); "
+                f"at most {MAX_ROWS} are possible. Lower num_steps to at most "
+                f"{MAX_ROWS // self.topk + 1} or topk to at most "
+                f"{MAX_ROWS // (self.num_steps - 1)}."
+            )
+        if self.num_nodes > self.num_candidates:
+            raise SettingsError(
+                f"mtp_tree: num_speculative_tokens={self.num_nodes} nodes cannot be "
+                f"chosen from the {self.num_candidates} candidates that "
+                f"num_steps={self.num_steps} and topk={self.topk} make (topk + "
+                f"(num_steps - 1) * topk^2). Use num_speculative_tokens from 1 to "
+                f"{min(self.num_candidates, MAX_ROWS - 1)}, or raise num_steps or topk."
+            )
+
+    @property
+    def num_rows(self) -> int:
+        """Query rows a request brings to a verify pass: the root and N nodes."""
+        return self.num_nodes + 1
+
+    @property
+    def num_candidates(self) -> int:
+        """C, nodes drafted per step, of which the best N are verified."""
+        return self.topk + (self.num_steps - 1) * self.topk**2
+
+    @property
+    def num_scratch_rows(self) -> int:
+        """Nodes run through the MTP layer per request after the draft prefill."""
+        return (self.num_steps - 1) * self.topk
+
+    def describe(self) -> str:
+        """One line for the start-up log; the root is never counted as a node."""
+        return (
+            f"depth {self.num_steps}, branching {self.topk}, "
+            f"{self.num_candidates} candidates drafted per request and step, the best "
+            f"{self.num_nodes} verified (the root is not counted; with it the target "
+            f"runs {self.num_rows} rows a request)"
+        )
+
+
+def _check_range(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise SettingsError(
+            f"mtp_tree: {name}={value!r} must be a whole number from {low} to {high}."
+        )
+    if not low <= value <= high:
+        raise SettingsError(
+            f"mtp_tree: {name}={value} is out of range; use {low} to {high}."
+        )
+
+
+SGLANG_NAMES = {
+    "speculative_num_steps": "num_steps",
+    "speculative_eagle_topk": "topk",
+    "speculative_num_draft_tokens": "num_speculative_tokens",
+}
+"""SGLang's option to ours; its draft tokens count the root, ours do not."""
+
+OWN_KEYS = ("num_steps", "topk", "num_speculative_tokens")
+"""Keys this method adds to, or reads from, ``--speculative-config``."""
+
+PASSED_KEYS = (
+    "model",
+    "revision",
+    "code_revision",
+    "quantization",
+    "moe_backend",
+    "kv_cache_dtype",
+    "max_model_len",
+    "draft_load_config",
+    "draft_tensor_parallel_size",
+    "disable_eagle_block_drop",
+    "enforce_eager",
+)
+"""Keys handed to vLLM's own ``mtp`` unchanged."""
+
+FIXED_KEYS: dict[str, tuple[Any, str]] = {
+    "rejection_sample_method": (
+        "standard",
+        "mtp_tree always accepts exactly what the target's own sampler draws",
+    ),
+    "draft_sample_method": (
+        "greedy",
+        "mtp_tree always drafts with the noise the target's sampler will use",
+    ),
+    "enable_adaptive_verification": (False, "mtp_tree orders its nodes by score"),
+    "parallel_drafting": (False, "the MTP layer drafts one depth at a time"),
+    "use_local_argmax_reduction": (False, "branches need more than the best token"),
+    "num_speculative_tokens_per_batch_size": (
+        None,
+        "draft counts by batch size are not supported with trees yet",
+    ),
+    "attention_backend": (
+        None,
+        "the draft uses the target's backend; set --attention-backend instead",
+    ),
+}
+"""vLLM keys that only have one meaning here: the value accepted, and why."""
+
+
+@dataclass(frozen=True)
+class MTPConfig:
+    """Everything ``mtp_tree`` needs in the worker processes."""
+
+    shape: TreeShape = TreeShape()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for ``VllmConfig.additional_config`` (it is hashed and sent)."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "MTPConfig":
+        """Inverse of ``to_dict``."""
+        return cls(**{**values, "shape": TreeShape(**values["shape"])})
+
+
+@dataclass(frozen=True)
+class ParsedSettings:
+    """A ``--speculative-config`` of method ``mtp_tree``, understood."""
+
+    config: MTPConfig
+
+    vllm_config: dict[str, Any]
+    """The settings for vLLM's own ``mtp``: method, N and the passed-through keys."""
+
+    translated: dict[str, str]
+    """SGLang name -> what it became, for one log line."""
+
+
+def parse_settings(settings: Mapping[str, Any]) -> ParsedSettings:
+    """Understand a ``--speculative-config`` dictionary of method ``mtp_tree``.
+
+    Missing sizes get defaults that fit the given ones. Raises ``SettingsError`` for
+    unknown, contradicting or impossible settings, with the legal range or the nearest
+    key.
+    """
+    given = {k.replace("-", "_"): v for k, v in settings.items() if k != "method"}
+    translated = _translate_sglang_names(given)
+    for key, value in given.items():
+        _check_key(key, value)
+    shape = _fill_shape(
+        given.get("num_steps"), given.get("topk"), given.get("num_speculative_tokens")
+    )
+    passed = {k: v for k, v in given.items() if k in PASSED_KEYS}
+    return ParsedSettings(
+        config=MTPConfig(shape=shape),
+        vllm_config={
+            "method": "mtp",
+            "num_speculative_tokens": shape.num_nodes,
+            **passed,
+        },
+        translated=translated,
+    )
+
+
+def _translate_sglang_names(given: dict[str, Any]) -> dict[str, str]:
+    """Replace SGLang's names in place; return what became what."""
+    translated = {}
+    for theirs, ours in SGLANG_NAMES.items():
+        if theirs not in given:
+            continue
+        value = given.pop(theirs)
+        if ours in given:
+            raise SettingsError(
+                f"mtp_tree: {theirs} and {ours} are two names for one setting; "
+                f"keep {ours}."
+            )
+        if theirs == "speculative_num_draft_tokens" and isinstance(value, int):
+            _check_range(theirs, value, 2, MAX_ROWS)
+            value -= 1
+        given[ours] = value
+        translated[theirs] = f"{ours}={value}"
+    return translated
+
+
+def _check_key(key: str, value: Any) -> None:
+    if key in OWN_KEYS or key in PASSED_KEYS:
+        return
+    if key in FIXED_KEYS:
+        allowed, reason = FIXED_KEYS[key]
+        if value == allowed:
+            return
+        raise SettingsError(
+            f"mtp_tree: {key}={value!r} has no meaning here ({reason}). Remove it."
+        )
+    known = [*OWN_KEYS, *PASSED_KEYS, *SGLANG_NAMES]
+    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    raise SettingsError(
+        f"mtp_tree: unknown setting {key!r}{hint} Known settings: "
+        f"{', '.join(sorted(known))}."
+    )
+
+
+def _fill_shape(steps: Any, topk: Any, nodes: Any) -> TreeShape:
+    """Choose what is missing of a shape so that it fits what is given."""
+    defaults = TreeShape()
+    topk = defaults.topk if topk is None else topk
+    _check_range("topk", topk, 1, MAX_TOPK)
+    if steps is None:
+        steps = defaults.num_steps
+        if nodes is not None:
+            _check_range("num_speculative_tokens", nodes, 1, MAX_ROWS - 1)
+            # A chain of N nodes is N deep; a tree never needs more steps than nodes.
+            steps = min(nodes, MAX_STEPS) if topk == 1 else min(steps, nodes)
+    _check_range("num_steps", steps, 1, MAX_STEPS)
+    if nodes is None:
+        nodes = min(defaults.num_nodes, topk + (steps - 1) * topk**2)
+    return TreeShape(steps, topk, nodes)

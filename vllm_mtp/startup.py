@@ -1,0 +1,67 @@
+"""Refusals that need no weights: parallelism, model, draft checkpoint."""
+
+import os
+from typing import Any
+
+from vllm_mtp.config import SettingsError
+
+TARGET_MODEL_TYPES = ("deepseek_v3",)
+"""Config ``model_type`` of the targets served."""
+
+
+def check_parallel(parallel_config: Any) -> None:
+    """Raise ``SettingsError`` for parallelism that trees cannot serve."""
+    unsupported = {
+        "pipeline_parallel_size": "pipeline parallelism: other stages would need the "
+        "accepted path to move their KV",
+        "prefill_context_parallel_size": "prefill context parallelism",
+        "decode_context_parallel_size": "decode context parallelism: a tree's rows "
+        "would lie on several ranks",
+    }
+    for name, what in unsupported.items():
+        value = getattr(parallel_config, name, 1)
+        if value > 1:
+            raise SettingsError(
+                f"mtp_tree: {name}={value} is not supported ({what}). Set {name}=1, "
+                "or use the method mtp."
+            )
+    for name in ("enable_dbo", "enable_batch_sharded_sampling"):
+        if getattr(parallel_config, name, False):
+            raise SettingsError(f"mtp_tree: {name} is not supported. Remove it.")
+
+
+def check_model(model_config: Any, settings: dict[str, Any]) -> None:
+    """Raise ``SettingsError`` unless the target has an MTP layer that can draft."""
+    hf_config = model_config.hf_config
+    model_type = getattr(hf_config, "model_type", None)
+    if model_type not in TARGET_MODEL_TYPES:
+        raise SettingsError(
+            f"mtp_tree: the target's model_type is {model_type!r}; supported: "
+            f"{', '.join(TARGET_MODEL_TYPES)} (DeepSeek-V3, R1 and V3.1)."
+        )
+    layers = getattr(hf_config, "num_nextn_predict_layers", None)
+    if settings.get("model") is None and not layers:
+        raise SettingsError(
+            f"mtp_tree: the target has no MTP layer (num_nextn_predict_layers is "
+            f"{layers}), so there is nothing to draft with. Use a checkpoint that "
+            'ships one, or name a NextN folder with "model" in --speculative-config.'
+        )
+    if layers is not None and layers > 1:
+        raise SettingsError(
+            f"mtp_tree: num_nextn_predict_layers={layers}; exactly one MTP layer is "
+            "supported, used again at each depth."
+        )
+    draft = settings.get("model")
+    for path in (model_config.model, draft):
+        if path is not None and not os.path.isdir(path):
+            return
+    check_checkpoint(model_config, draft)
+
+
+def check_checkpoint(model_config: Any, draft: str | None) -> None:
+    """Header-only check of the local folders; see ``vllm_mtp.checkpoint``."""
+    try:
+        from vllm_mtp.checkpoint.validate import validate_draft_checkpoint
+    except ImportError:
+        return
+    validate_draft_checkpoint(model_config, draft)

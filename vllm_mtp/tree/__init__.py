@@ -1,0 +1,1 @@
+"""Shape and tensors of draft trees."""
