@@ -60,6 +60,9 @@ def expand_tree(
             row = r * k + j
             inherited = 0 if depth == 1 else int(old_masks[r * k + sources[c]])
             buffers.frontier[r, j] = first + c
-            buffers.scratch_masks[row] = inherited | (1 << ((depth - 1) * k + j))
+            bit = (depth - 1) * k + j
+            # Bit 63 is the sign bit of int64.
+            signed = (1 << bit) - (1 << 64) if bit == 63 else 1 << bit
+            buffers.scratch_masks[row] = inherited | signed
             hidden_out[row] = hidden_in[rows[sources[c]]]
             input_ids[row] = buffers.cand_tokens[r, first + c]

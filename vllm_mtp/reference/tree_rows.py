@@ -7,7 +7,7 @@ from vllm_mtp.buffers import TreeBuffers
 
 def prepare_tree_rows(
     buffers: TreeBuffers,
-    # [num_reqs] int64 batch row -> request slot
+    # [num_reqs] int64 batch row -> request slot; < 0: idle row, no tree
     idx_mapping: torch.Tensor,
     # [num_reqs + 1] int32
     query_start_loc: torch.Tensor,
@@ -30,7 +30,7 @@ def prepare_tree_rows(
         num_drafts = int(cu_num_logits[r + 1]) - int(cu_num_logits[r]) - 1
         slot = int(idx_mapping[r])
         base = int(positions[start]) if end > start else 0
-        is_tree = num_drafts > 0 and base >= int(prefill_len[slot])
+        is_tree = slot >= 0 and num_drafts > 0 and base >= int(prefill_len[slot])
         for i in range(min(end - start, 64)):
             causal = (1 << (i + 1)) - 1
             causal = causal - (1 << 64) if causal >= 1 << 63 else causal

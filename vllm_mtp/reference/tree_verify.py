@@ -11,7 +11,7 @@ def verify_tree(
     sampled: torch.Tensor,
     # [num_logits] int64, the token fed into each row; < 0: placeholder, never accepted
     drafted: torch.Tensor,
-    # [num_reqs] int64 batch row -> request slot
+    # [num_reqs] int64 batch row -> request slot; < 0: idle row, accepts no draft
     idx_mapping: torch.Tensor,
     # [num_reqs + 1] int32
     cu_num_logits: torch.Tensor,
@@ -27,8 +27,9 @@ def verify_tree(
     token, the lowest row wins. Writes the accepted rows, root first, to
     ``buffers.path`` by batch row; entries past ``num_emitted`` are the identity, so
     that moving along the path leaves the other rows where they are. Entries of
-    ``emitted`` past ``num_emitted`` are 0. Greedy or sampled makes no difference: the
-    draw was made before. Source: Daliri et al., arXiv 2408.07978.
+    ``emitted`` past ``num_emitted`` are 0. A request without logits rows emits nothing.
+    Greedy or sampled makes no difference: the draw was made before. Source: Daliri et
+    al., arXiv 2408.07978.
     """
     num_rows = emitted.shape[1]
     for r in range(idx_mapping.shape[0]):
@@ -37,7 +38,7 @@ def verify_tree(
         row, count = 0, 0
         emitted[r] = 0
         buffers.path[r] = torch.arange(num_rows, dtype=torch.int32)
-        while True:
+        while row < end - start:
             token = int(sampled[start + row])
             emitted[r, count] = token
             buffers.path[r, count] = row
@@ -45,8 +46,9 @@ def verify_tree(
             children = [
                 c
                 for c in range(row + 1, end - start)
-                if int(buffers.parents[slot, c]) == row
-                and int(drafted[start + c]) == token
+                if slot >= 0
+                and int(buffers.parents[slot, c]) == row
+                and int(drafted[start + c]) == token >= 0
             ]
             if not children:
                 break

@@ -1,0 +1,412 @@
+"""Best children of each node from its draft logits, with the target's own noise.
+
+Two launches. ``_scan_vocab_kernel``, grid (rows, splits), reads the logits once and
+keeps the greatest value of each group of 128 tokens and a partial log-sum-exp.
+``_merge_groups_kernel``, grid (rows,), takes the k best groups, which must hold the k
+best tokens, reads those groups again and ranks their tokens. Memory moved per row: V
+logits, V / 128 floats twice, 128 * k logits; bound by reading the logits at
+temperature 0 and by hashing at T > 0.
+"""
+
+# Kernels are not typed: Triton reads their annotations itself.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: allow-untyped-calls
+
+from dataclasses import dataclass
+
+import torch
+
+# Private to vLLM 0.32 and 0.33 alike: the noise of the target's sampler.
+from vllm.triton_utils import tl, triton
+from vllm.v1.worker.gpu.sample.gumbel import (
+    _log1p_neg_stable,
+    murmur3_uniform32,
+    murmur3_uniform64,
+)
+
+from vllm_mtp.kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, check_tensor
+from vllm_mtp.kernels.ranking import (
+    float_to_key,
+    key_to_float,
+    lowest_key,
+    take_best,
+)
+
+GROUP = 128
+"""Tokens that share one maximum between the two kernels."""
+
+MIN_SPLIT = 2048
+MAX_SPLIT = 8192
+"""Tokens one program scans: fewer when there are too few rows to fill a GPU."""
+
+FULL_GRID = 264
+"""Programs wanted before a program gets more tokens: two for each of 132 SMs."""
+
+
+@dataclass(frozen=True)
+class TopkWorkspace:
+    """Scratch of ``tree_topk``, allocated once so that CUDA graphs can replay it."""
+
+    # [max_num_rows, groups] float32, float64 for fp64 noise: greatest value per group
+    group_max: torch.Tensor
+    # [max_num_rows, splits] same dtype: greatest value per split
+    split_max: torch.Tensor
+    # [max_num_rows, splits] float32: sum of exp(value - split_max)
+    split_sum: torch.Tensor
+
+
+def build_topk_workspace(
+    max_num_rows: int,
+    vocab_size: int,
+    device: torch.device | str,
+    use_fp64: bool = False,
+) -> TopkWorkspace:
+    """Allocate the scratch for up to ``max_num_rows`` rows of ``vocab_size`` logits."""
+    groups = triton.cdiv(vocab_size, GROUP)
+    splits = triton.cdiv(vocab_size, MIN_SPLIT)
+    dtype = torch.float64 if use_fp64 else torch.float32
+    return TopkWorkspace(
+        group_max=torch.empty((max_num_rows, groups), dtype=dtype, device=device),
+        split_max=torch.empty((max_num_rows, splits), dtype=dtype, device=device),
+        split_sum=torch.empty(
+            (max_num_rows, splits), dtype=torch.float32, device=device
+        ),
+    )
+
+
+@triton.jit
+def _load_row_noise(
+    row,
+    rows_per_req,
+    idx_mapping_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    positions_ptr,
+    depth,
+):
+    """(temperature, seed, position) of a row; temperature 0 for idle rows."""
+    req = row // rows_per_req
+    slot = tl.load(idx_mapping_ptr + req).to(tl.int64)
+    busy = slot >= 0
+    temperature = tl.load(temperature_ptr + slot, mask=busy, other=0.0).to(tl.float32)
+    seed = tl.load(seeds_ptr + slot, mask=busy, other=0)
+    pos = tl.load(positions_ptr + req).to(tl.int64) + depth
+    return temperature, seed, pos
+
+
+@triton.jit
+def _load_ranked(
+    row_ptr, tokens, vocab_size, temperature, seed, pos, USE_FP64: tl.constexpr
+):
+    """The values that rank a row's tokens; -inf for NaN and beyond the vocabulary.
+
+    The order of operations is that of the target's sampler: ``_temperature_kernel``
+    divides in float32, then ``gumbel_sample`` adds noise.
+    """
+    values = tl.load(
+        row_ptr + tokens, mask=tokens < vocab_size, other=float("-inf")
+    ).to(tl.float32)
+    values = tl.where(values == values, values, float("-inf"))
+    if temperature > 0.0 and temperature != 1.0:
+        values = values / temperature
+    if USE_FP64:
+        values = values.to(tl.float64)
+        if temperature > 0.0:
+            uniform = murmur3_uniform64(seed, pos, tokens)
+            values = values - tl.log(-tl.log(uniform))
+    else:
+        if temperature > 0.0:
+            uniform = murmur3_uniform32(seed, pos, tokens)
+            values = values - tl.log(-_log1p_neg_stable(uniform))
+    return values
+
+
+@triton.jit(do_not_specialize=["depth", "rows_per_req"])
+def _scan_vocab_kernel(
+    # [num_rows, V]
+    logits_ptr,
+    logits_stride,
+    idx_mapping_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    positions_ptr,
+    depth,
+    rows_per_req,
+    vocab_size,
+    # [num_rows, num_groups]
+    group_max_ptr,
+    group_max_stride,
+    # [num_rows, splits]
+    split_max_ptr,
+    split_sum_ptr,
+    split_stride,
+    SPLIT_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    USE_FP64: tl.constexpr,
+):
+    """Grid (rows, splits): group maxima and partial log-sum-exp of one split."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    temperature, seed, pos = _load_row_noise(
+        row,
+        rows_per_req,
+        idx_mapping_ptr,
+        temperature_ptr,
+        seeds_ptr,
+        positions_ptr,
+        depth,
+    )
+    groups = split * SPLIT_GROUPS + tl.arange(0, SPLIT_GROUPS)
+    tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    values = _load_ranked(
+        logits_ptr + row * logits_stride,
+        tokens,
+        vocab_size,
+        temperature,
+        seed,
+        pos,
+        USE_FP64,
+    )
+    best = tl.max(values, axis=1)
+    tl.store(
+        group_max_ptr + row * group_max_stride + groups,
+        best,
+        mask=groups * GROUP < vocab_size,
+    )
+    top = tl.max(best, axis=0)
+    # Keeps exp(-inf - shift) at 0 instead of NaN.
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.sum(tl.exp((values - shift).to(tl.float32)), axis=1), axis=0)
+    tl.store(split_max_ptr + row * split_stride + split, top)
+    tl.store(split_sum_ptr + row * split_stride + split, total)
+
+
+@triton.jit(do_not_specialize=["depth", "rows_per_req"])
+def _merge_groups_kernel(
+    logits_ptr,
+    logits_stride,
+    idx_mapping_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    positions_ptr,
+    depth,
+    rows_per_req,
+    vocab_size,
+    group_max_ptr,
+    group_max_stride,
+    num_groups,
+    split_max_ptr,
+    split_sum_ptr,
+    split_stride,
+    num_splits,
+    # [num_rows, K]
+    topk_ids_ptr,
+    topk_ids_stride,
+    topk_logprobs_ptr,
+    topk_logprobs_stride,
+    K: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    USE_FP64: tl.constexpr,
+):
+    """Grid (rows,): the k best tokens among the k best groups, with log-probability."""
+    row = tl.program_id(0).to(tl.int64)
+    # Larger than any group or token index.
+    NONE: tl.constexpr = 0x7FFFFFFF
+    lanes = tl.arange(0, K_BLOCK)
+
+    groups = tl.arange(0, GROUP_BLOCK)
+    in_row = groups < num_groups
+    group_max = tl.load(
+        group_max_ptr + row * group_max_stride + groups,
+        mask=in_row,
+        other=float("-inf"),
+    )
+    keys = float_to_key(group_max)
+    keys = tl.where(in_row, keys, lowest_key(keys))
+    # A row of fewer than K groups fills up with the group behind the last.
+    chosen = tl.zeros([K_BLOCK], tl.int32) + num_groups
+    for j in range(K):
+        _, group, keys = take_best(keys, groups, NONE)
+        chosen = tl.where(lanes == j, tl.minimum(group, num_groups), chosen)
+
+    temperature, seed, pos = _load_row_noise(
+        row,
+        rows_per_req,
+        idx_mapping_ptr,
+        temperature_ptr,
+        seeds_ptr,
+        positions_ptr,
+        depth,
+    )
+    tokens = chosen[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    tokens = tl.reshape(tokens, (K_BLOCK * GROUP,))
+    values = _load_ranked(
+        logits_ptr + row * logits_stride,
+        tokens,
+        vocab_size,
+        temperature,
+        seed,
+        pos,
+        USE_FP64,
+    )
+    keys = float_to_key(values)
+    keys = tl.where(tokens < vocab_size, keys, lowest_key(keys))
+    best_tokens = tl.zeros([K_BLOCK], tl.int32)
+    best_keys = tl.zeros([K_BLOCK], keys.dtype)
+    for j in range(K):
+        key, token, keys = take_best(keys, tokens, NONE)
+        best_tokens = tl.where(lanes == j, token, best_tokens)
+        best_keys = tl.where(lanes == j, key, best_keys)
+
+    splits = tl.arange(0, SPLIT_BLOCK)
+    in_splits = splits < num_splits
+    tops = tl.load(
+        split_max_ptr + row * split_stride + splits,
+        mask=in_splits,
+        other=float("-inf"),
+    )
+    sums = tl.load(
+        split_sum_ptr + row * split_stride + splits, mask=in_splits, other=0.0
+    )
+    top = tl.max(tops, axis=0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(sums * tl.exp((tops - shift).to(tl.float32)), axis=0)
+    logprobs = (key_to_float(best_keys) - top).to(tl.float32) - tl.log(total)
+    logprobs = tl.where(logprobs == logprobs, logprobs, float("-inf"))
+    # A child never scores above its parent: rounding must not make this positive.
+    logprobs = tl.minimum(logprobs, 0.0)
+    tl.store(
+        topk_ids_ptr + row * topk_ids_stride + lanes,
+        best_tokens.to(tl.int64),
+        mask=lanes < K,
+    )
+    tl.store(
+        topk_logprobs_ptr + row * topk_logprobs_stride + lanes,
+        logprobs,
+        mask=lanes < K,
+    )
+
+
+def tree_topk(
+    # [num_rows, V] float32/bfloat16/float16 draft logits
+    logits: torch.Tensor,
+    # [>= num_rows, k] int64, out: token ids, best first
+    topk_ids: torch.Tensor,
+    # [>= num_rows, k] float32, out: log-probability of each
+    topk_logprobs: torch.Tensor,
+    # [num_reqs] int32/int64 batch row -> request slot; < 0: idle row, greedy
+    idx_mapping: torch.Tensor,
+    # [max_num_reqs] float32 by slot; 0 is greedy
+    temperature: torch.Tensor,
+    # [max_num_reqs] int64 by slot
+    seeds: torch.Tensor,
+    # [num_reqs] int64 by batch row: position of the token before the root's child
+    positions: torch.Tensor,
+    # added to positions: depth of the nodes whose children are sought
+    depth: int,
+    workspace: TopkWorkspace,
+    use_fp64: bool = False,
+) -> None:
+    """Write the k best next tokens of each row and their log-probabilities.
+
+    The contract is that of ``vllm_mtp.reference.tree_topk``; the noise is vLLM's own
+    (``vllm/v1/worker/gpu/sample/gumbel.py``, 0.32), as its sampler adds it for the
+    target. Mutates ``topk_ids``, ``topk_logprobs`` and ``workspace``.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit, or the workspace is too
+            small or made for the other noise precision.
+    """
+    num_rows, vocab_size = logits.shape
+    num_reqs, k = idx_mapping.shape[0], topk_ids.shape[1]
+    _check_topk(logits, topk_ids, topk_logprobs, idx_mapping, workspace, use_fp64)
+    check_tensor("temperature", temperature, (torch.float32,), (1,), logits)
+    check_tensor("seeds", seeds, (torch.int64,), (1,), logits)
+    check_tensor("positions", positions, INDEX_DTYPES, (num_reqs,), logits)
+    if num_rows == 0:
+        return
+    split = MAX_SPLIT
+    while split > MIN_SPLIT and num_rows * triton.cdiv(vocab_size, split) < FULL_GRID:
+        split //= 2
+    num_splits = triton.cdiv(vocab_size, split)
+    num_groups = triton.cdiv(vocab_size, GROUP)
+    row_args = (
+        logits,
+        logits.stride(0),
+        idx_mapping,
+        temperature,
+        seeds,
+        positions,
+        depth,
+        num_rows // num_reqs,
+        vocab_size,
+        workspace.group_max,
+        workspace.group_max.stride(0),
+    )
+    split_args = (
+        workspace.split_max,
+        workspace.split_sum,
+        workspace.split_sum.stride(0),
+    )
+    _scan_vocab_kernel[(num_rows, num_splits)](
+        *row_args,
+        *split_args,
+        SPLIT_GROUPS=split // GROUP,
+        GROUP=GROUP,
+        USE_FP64=use_fp64,
+        num_warps=4,
+    )
+    k_block = triton.next_power_of_2(k)
+    _merge_groups_kernel[(num_rows,)](
+        *row_args,
+        num_groups,
+        *split_args,
+        num_splits,
+        topk_ids,
+        topk_ids.stride(0),
+        topk_logprobs,
+        topk_logprobs.stride(0),
+        K=k,
+        K_BLOCK=k_block,
+        GROUP=GROUP,
+        GROUP_BLOCK=triton.next_power_of_2(num_groups),
+        SPLIT_BLOCK=triton.next_power_of_2(num_splits),
+        USE_FP64=use_fp64,
+        num_warps=1 if k <= 8 else 4,
+    )
+
+
+def _check_topk(
+    logits: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_logprobs: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    workspace: TopkWorkspace,
+    use_fp64: bool,
+) -> None:
+    num_rows, vocab_size = logits.shape
+    num_reqs, k = idx_mapping.shape[0], topk_ids.shape[1]
+    check_tensor("logits", logits, FLOAT_DTYPES, (0, k), logits)
+    check_tensor("topk_ids", topk_ids, (torch.int64,), (num_rows, 1), logits)
+    check_tensor(
+        "topk_logprobs", topk_logprobs, (torch.float32,), (num_rows, k), logits
+    )
+    check_tensor("idx_mapping", idx_mapping, INDEX_DTYPES, (0,), logits)
+    if num_reqs and num_rows % num_reqs:
+        raise ValueError(
+            f"logits: {num_rows} rows, expected a multiple of {num_reqs} requests"
+        )
+    groups = triton.cdiv(vocab_size, GROUP)
+    rows_free, groups_free = workspace.group_max.shape
+    if rows_free < num_rows or groups_free < groups:
+        raise ValueError(
+            f"workspace: {rows_free} rows of {groups_free * GROUP} tokens, expected at "
+            f"least {num_rows} of {vocab_size}; use build_topk_workspace"
+        )
+    if (workspace.group_max.dtype == torch.float64) != use_fp64:
+        raise ValueError(
+            f"workspace: made with use_fp64={not use_fp64}, called with {use_fp64}"
+        )
