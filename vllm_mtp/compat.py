@@ -18,7 +18,7 @@ SUPPORTED_VERSIONS = ("0.32.", "0.33.")
 """Prefixes of the vLLM versions whose seams were checked."""
 
 GPU_WORKER = "vllm_mtp.worker.TreeWorker"
-CPU_WORKER = "vllm_mtp.worker.TreeCPUWorker"
+CPU_WORKER = "vllm_mtp.cpu.worker.TreeCPUWorker"
 
 
 def vllm_version() -> str | None:
@@ -222,6 +222,72 @@ def swap_cpu_runner(runner_cls: type) -> Any:
             module.CPUModelRunner = original
 
     return swapped()
+
+
+def speculator_factory(factory: Any) -> Any:
+    """Context manager: a V2 runner built inside gets its speculator from ``factory``.
+
+    0.32, 0.33: ``model_runner`` binds ``init_speculator`` by name on import, so that
+    name is the one to replace. Can go when methods can be registered.
+    """
+    import contextlib
+
+    from vllm.v1.worker.gpu import model_runner as module
+
+    @contextlib.contextmanager
+    def swapped() -> Any:
+        original = module.init_speculator
+        module.init_speculator = factory
+        try:
+            yield
+        finally:
+            module.init_speculator = original
+
+    return swapped()
+
+
+def target_kv_layers(
+    vllm_config: Any, kv_cache_config: Any, draft_layers: set[str]
+) -> tuple[list[Any], list[int]]:
+    """Paged caches of the target's attention layers and the KV cache group of each.
+
+    0.32, 0.33: ``static_forward_context[name].kv_cache`` is the layer's view.
+    """
+    context = vllm_config.compilation_config.static_forward_context
+    caches, groups = [], []
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        for name in group.layer_names:
+            if name not in draft_layers:
+                caches.append(context[name].kv_cache)
+                groups.append(index)
+    return caches, groups
+
+
+def install_backends(paths: dict[str, str]) -> None:
+    """Put subclasses in place of vLLM's attention backends in this process.
+
+    ``paths`` maps vLLM's backend name to the class path. 0.32, 0.33: the selector
+    caches its answers, which an earlier engine in this process may have filled.
+    """
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import (
+        AttentionBackendEnum,
+        register_backend,
+    )
+
+    for name, path in paths.items():
+        register_backend(AttentionBackendEnum[name], path)
+    selector._cached_get_attn_backend.cache_clear()
+
+
+def remove_backends(paths: dict[str, str]) -> None:
+    """Undo ``install_backends``, so that a later engine here is stock again."""
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    for name in paths:
+        AttentionBackendEnum[name].clear_override()
+    selector._cached_get_attn_backend.cache_clear()
 
 
 def use_torch_top_k_top_p() -> None:

@@ -11,6 +11,8 @@ def register() -> None:
 
     Never raises: a vLLM that does not fit is only refused when the method is asked for.
     """
-    from vllm_mtp import compat
+    from vllm_mtp import compat, cpu
 
+    if cpu.is_requested():
+        compat.use_torch_top_k_top_p()
     compat.hook_engine_args()

@@ -1,15 +1,16 @@
-"""Workers that build the tree runner; vLLM finds them through ``worker_cls``."""
+"""The worker that builds the tree runner; vLLM finds it through ``worker_cls``."""
 
 from typing import Any
 
-from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_mtp import compat
+from vllm_mtp.attention.base import TREE_BACKENDS, set_state
 from vllm_mtp.config import SettingsError
 
 
-def _require_v2(worker: Any) -> None:
+def require_v2(worker: Any) -> None:
+    """Raise ``SettingsError`` when vLLM chose its V1 model runner."""
     if not worker.use_v2_model_runner:
         raise SettingsError(
             "mtp_tree: vLLM chose its V1 model runner, which has no seam for it. Unset "
@@ -18,31 +19,24 @@ def _require_v2(worker: Any) -> None:
         )
 
 
-class TreeWorker(Worker):  # type: ignore[misc]
+class TreeWorkerMixin:
+    """Tree-aware attention backends for as long as the worker lives."""
+
+    def init_device(self: Any) -> None:
+        require_v2(self)
+        compat.install_backends(TREE_BACKENDS)
+        super().init_device()  # type: ignore[misc]
+
+    def shutdown(self: Any) -> None:
+        super().shutdown()  # type: ignore[misc]
+        compat.remove_backends(TREE_BACKENDS)
+        set_state(None)
+
+
+class TreeWorker(TreeWorkerMixin, Worker):  # type: ignore[misc]
     """vLLM's GPU worker with the tree runner."""
-
-    def init_device(self) -> None:
-        from vllm_mtp.attention.base import register_tree_backends
-
-        _require_v2(self)
-        register_tree_backends()
-        super().init_device()
 
     def _make_model_runner(self) -> Any:
         from vllm_mtp.runner import TreeModelRunner
 
         return TreeModelRunner(self.vllm_config, self.device)
-
-
-class TreeCPUWorker(CPUWorker):  # type: ignore[misc]
-    """vLLM's CPU worker with the tree runner; kernels run in Triton's interpreter."""
-
-    def init_device(self) -> None:
-        from vllm_mtp.attention.base import register_tree_backends
-        from vllm_mtp.runner import TreeCPUModelRunner
-
-        _require_v2(self)
-        compat.use_torch_top_k_top_p()
-        register_tree_backends()
-        with compat.swap_cpu_runner(TreeCPUModelRunner):
-            super().init_device()

@@ -6,7 +6,7 @@ Source: ``triton.backends.compiler.BaseBackend`` and ``triton.backends.driver.Dr
 of Triton 3.6 to 3.9.
 """
 
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -85,8 +85,48 @@ class InterpreterDriver(DriverBase):
         _refuse()
 
 
+class _NoScope:
+    """What a launch restores when the interpreter stays patched: nothing."""
+
+    def restore(self) -> None:
+        return
+
+
+def keep_interpreter_patched() -> None:
+    """Patch ``triton.language`` for interpretation once instead of at every call.
+
+    Triton replaces every builtin of ``tl`` at each launch and at each call of a jitted
+    helper, and undoes it after the launch; that was about half of an interpreted step.
+    Nothing is compiled in such a process, so it may stay patched. Triton 3.6 to 3.9:
+    ``triton.runtime.interpreter._patch_lang``; left alone where that looks different.
+    """
+    from triton import language
+    from triton.runtime import interpreter
+
+    original = getattr(interpreter, "_patch_lang", None)
+    if original is None or getattr(original, "_vllm_mtp_once", False):
+        return
+
+    def both_languages_visible() -> None:
+        """Only its globals matter."""
+
+    seen = {"tl": language, "core": language.core}
+    original(FunctionType(both_languages_visible.__code__, seen))
+
+    def patched_already(fn: Any) -> _NoScope:
+        return _NoScope()
+
+    patched_already._vllm_mtp_once = True  # type: ignore[attr-defined]
+    interpreter._patch_lang = patched_already
+    # Compiled kernels do not check integer overflow either unless in debug mode.
+    options = interpreter.interpreter_builder.options
+    if hasattr(options, "sanitize_overflow"):
+        object.__setattr__(options, "sanitize_overflow", False)
+
+
 def register_backend() -> None:
     """Make ``triton.backends.backends["cpu"]`` exist. A real one is left in place."""
+    keep_interpreter_patched()
     known = triton_backends.backends
     if BACKEND_NAME not in known:
         known[BACKEND_NAME] = triton_backends.Backend(

@@ -1,0 +1,58 @@
+"""Start vLLM in this process on the tiny model, the same way everywhere."""
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MODEL = Path(__file__).parents[2] / "examples" / "tiny_deepseek" / "model"
+
+CPU_SETTINGS: dict[str, Any] = {
+    # The reference MLA backend of vLLM's CPU build, in float32 for exact comparisons.
+    "attention_backend": "CPU_MLA",
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 2048,
+    "kv_cache_memory_bytes": 64 << 20,
+    "disable_log_stats": False,
+}
+
+
+@contextlib.contextmanager
+def engine(speculative: dict[str, Any] | None = None, **settings: Any) -> Iterator[Any]:
+    """An ``LLM`` inside this process, shut down at the end.
+
+    ``speculative`` is the ``speculative_config``; ``settings`` override
+    ``CPU_SETTINGS``.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    merged = {"model": str(MODEL), **CPU_SETTINGS, **settings}
+    llm = LLM(speculative_config=speculative, **merged)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def runner_of(llm: Any) -> Any:
+    """The model runner inside an in-process engine."""
+    core = llm.llm_engine.engine_core.engine_core
+    worker = core.model_executor.driver_worker
+    return getattr(worker, "worker", worker).model_runner
+
+
+def generate(llm: Any, prompts: list[list[int]], params: Any) -> list[list[int]]:
+    """Token ids generated for each prompt of token ids."""
+    inputs = [{"prompt_token_ids": p} for p in prompts]
+    outputs = llm.generate(inputs, params, use_tqdm=False)
+    return [list(o.outputs[0].token_ids) for o in outputs]

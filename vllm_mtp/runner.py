@@ -1,0 +1,102 @@
+"""vLLM's V2 model runner with trees: rows in, verify, commit.
+
+A step: ``prepare_attn`` gives tree rows their positions and masks, the target runs,
+``sample`` verifies and commits, the speculator drafts. After the commit the step looks
+exactly like a chain step with rejected tokens, and upstream code goes on.
+"""
+
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from vllm_mtp import compat
+from vllm_mtp.kernels.kv_commit import build_kv_table, commit_kv, commit_rows
+from vllm_mtp.kernels.tree_rows import prepare_tree_rows
+from vllm_mtp.speculator import MTPTreeSpeculator
+from vllm_mtp.verifier import TreeVerifier
+
+
+class TreeRunnerMixin:
+    """What a V2 runner needs for trees, on any device."""
+
+    def __init__(self: Any, vllm_config: Any, device: torch.device) -> None:
+        with compat.speculator_factory(
+            lambda config, device, req_states: MTPTreeSpeculator(config, device)
+        ):
+            super().__init__(vllm_config, device)
+        self.tree = self.speculator.tree
+        self.tree_attn = self.speculator.tree_attn
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self.rejection_sampler = TreeVerifier(
+            self.sampler, self.speculative_config, self.device, self.tree
+        )
+
+    def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(*args, **kwargs)
+        caches, groups = compat.target_kv_layers(
+            self.vllm_config, self.kv_cache_config, self.speculator.draft_attn_layer_names
+        )
+        self.kv_table = build_kv_table(caches, groups)
+
+    def add_requests(self: Any, scheduler_output: Any) -> None:
+        super().add_requests(scheduler_output)
+        self.speculator.add_requests(
+            (self.req_states.req_id_to_index[new.req_id], new.sampling_params)
+            for new in scheduler_output.scheduled_new_reqs
+        )
+
+    def prepare_attn(self: Any, input_batch: Any) -> Any:
+        """Slots from linear positions as upstream, then tree positions and masks."""
+        block_tables, slot_mappings = super().prepare_attn(input_batch)
+        self.tree_attn.verify_active = input_batch.num_draft_tokens > 0
+        if self.tree_attn.verify_active:
+            prepare_tree_rows(
+                self.tree,
+                input_batch.idx_mapping,
+                input_batch.query_start_loc,
+                input_batch.cu_num_logits,
+                self.req_states.prefill_len.gpu,
+                input_batch.positions,
+            )
+            self.verify_slots = slot_mappings
+        return block_tables, slot_mappings
+
+    def prepare_dummy_attn(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.tree_attn.verify_active = False
+        return super().prepare_dummy_attn(*args, **kwargs)
+
+    def sample(
+        self: Any, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any
+    ) -> Any:
+        """Verify (``TreeVerifier``), then commit the accepted paths."""
+        output = super().sample(hidden_states, input_batch, grammar_output)
+        if input_batch.num_draft_tokens > 0:
+            self.commit(hidden_states, input_batch, num_accepted=output[1])
+        return output
+
+    def commit(
+        self: Any,
+        hidden_states: torch.Tensor,
+        input_batch: Any,
+        # [num_reqs] int32 rows on the accepted path, root included; 0: none
+        num_accepted: torch.Tensor,
+    ) -> None:
+        """Move KV, hidden states, ids along the path; make positions linear again."""
+        path = self.tree.path[: input_batch.num_reqs]
+        starts = input_batch.query_start_loc
+        commit_kv(self.kv_table, self.verify_slots, path, num_accepted, starts)
+        commit_rows(
+            path,
+            num_accepted,
+            starts,
+            hidden_states,
+            input_batch.input_ids,
+            input_batch.positions,
+        )
+
+
+class TreeModelRunner(TreeRunnerMixin, GPUModelRunner):  # type: ignore[misc]
+    """The GPU runner with trees."""

@@ -1,0 +1,302 @@
+"""Main path, part 1: draft one tree per request with the MTP layer.
+
+``propose`` = draft prefill over the accepted tokens (upstream's own, it yields the
+root's children) -> S - 1 levels, each one MTP pass over the k best nodes of every
+request -> pack the best N nodes of all. Levels and packing replay as one CUDA graph.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config.compilation import CUDAGraphMode
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
+from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
+    SpeculatorCudaGraphManager,
+)
+
+from vllm_mtp import compat
+from vllm_mtp.attention.base import build_attn_state, set_state
+from vllm_mtp.buffers import build_tree_buffers
+from vllm_mtp.config import SettingsError
+from vllm_mtp.requests import needs_chain
+from vllm_mtp.kernels.tree_expand import expand_tree
+from vllm_mtp.kernels.tree_pack import pack_tree
+from vllm_mtp.kernels.tree_topk import build_topk_workspace, tree_topk
+from vllm_mtp.models import load_mtp_layer
+
+logger = init_logger(__name__)
+
+
+class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
+    """Drafts EAGLE-2 dynamic trees with the one MTP layer of a DeepSeek checkpoint."""
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self.shape = compat.read_config(vllm_config).shape
+        self._check_sizes()
+        self.tree = build_tree_buffers(
+            self.shape, self.max_num_reqs, self.max_num_tokens, device
+        )
+        self.tree_attn = build_attn_state(self.tree, self.max_num_reqs, device)
+        set_state(self.tree_attn)
+        k = self.shape.topk
+        self.topk_workspace = build_topk_workspace(
+            self.max_num_reqs * k, self.vocab_size, device, self.use_fp64_gumbel
+        )
+        # [max_num_reqs, H] what the draft prefill feeds back, by batch row
+        self.root_hidden = torch.zeros_like(self.hidden_states[: self.max_num_reqs])
+        # [max_num_reqs] position of the last prefilled token, by batch row
+        self.root_positions = torch.zeros(
+            self.max_num_reqs, dtype=torch.int64, device=device
+        )
+        # [max_num_reqs + 1] first query row of each request in a level
+        self.level_starts = k * torch.arange(
+            self.max_num_reqs + 1, dtype=torch.int32, device=device
+        )
+
+    def _check_sizes(self) -> None:
+        rows = self.max_num_reqs * self.shape.topk
+        if rows > self.max_num_tokens:
+            raise SettingsError(
+                f"mtp_tree: max_num_batched_tokens={self.max_num_tokens} is too small "
+                f"for a draft level of {rows} rows (max_num_seqs="
+                f"{self.max_num_reqs} x topk={self.shape.topk}). Raise "
+                f"max_num_batched_tokens to at least {rows}, or lower max_num_seqs or "
+                "topk."
+            )
+
+    # --- set-up ---------------------------------------------------------------------
+
+    def load_draft_model(
+        self, target_model: nn.Module, target_attn_layer_names: set[str]
+    ) -> nn.Module:
+        return load_mtp_layer(target_model, self.vllm_config)
+
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+        super().set_attn(*args, **kwargs)
+        for groups in self.attn_groups:
+            for group in groups:
+                for builder in group.metadata_builders:
+                    builder.tree_role = "draft"
+
+    def _configure_decode_metadata_update(self) -> None:
+        # Upstream's in-place update is for chains; levels share one prefix length.
+        self.supports_decode_metadata_update = False
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        super().init_cudagraph_manager(cudagraph_mode)
+        full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+        self.decode_cudagraph_manager = SpeculatorCudaGraphManager(
+            self.vllm_config,
+            self.device,
+            CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE,
+            decode_query_len=self.shape.topk,
+        )
+
+    def add_requests(self, requests: Iterable[tuple[int, Any]]) -> None:
+        """Note which of the new ``(slot, sampling parameters)`` draft chains."""
+        slots = [(s, needs_chain(p)) for s, p in requests if p is not None]
+        if slots:
+            index = torch.tensor([s for s, _ in slots])
+            value = torch.tensor([chain for _, chain in slots])
+            self.tree.chain_only[index.to(self.device)] = value.to(self.device)
+
+    # --- the step -------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def propose(
+        self, input_batch: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Draft a tree for every request of the batch.
+
+        Takes vLLM's arguments. Returns the drafted tokens ``[num_reqs, N]`` int64 in
+        row order; the tree's other tensors lie in ``self.tree`` by request slot.
+        """
+        wanted = kwargs.pop("num_speculative_tokens", None)
+        if wanted is None:
+            wanted = self.num_speculative_steps
+        # Upstream's draft prefill, and no chain steps after it: it ends in sample_draft.
+        super().propose(
+            input_batch, *args, num_speculative_tokens=min(wanted, 1), **kwargs
+        )
+        if wanted > 0:
+            self._draft_levels(input_batch, **kwargs)
+        return self.draft_tokens[: input_batch.num_reqs]
+
+    def sample_draft(
+        self,
+        # [num_reqs, H]
+        hidden_states: torch.Tensor,
+        # [num_reqs] position before the token drafted
+        sample_src_positions: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """End of the draft prefill: the root's children, best first."""
+        logits = self.compute_draft_logits(hidden_states, 0)
+        self._find_children(logits, idx_mapping, sample_src_positions, depth=0)
+        return self.tree.topk_ids[: logits.shape[0], 0]
+
+    def _find_children(
+        self,
+        # [num_rows, V]
+        logits: torch.Tensor,
+        # [num_reqs]
+        idx_mapping: torch.Tensor,
+        # [num_reqs]
+        positions: torch.Tensor,
+        depth: int,
+    ) -> None:
+        tree_topk(
+            logits,
+            self.tree.topk_ids,
+            self.tree.topk_logprobs,
+            idx_mapping,
+            self.temperature,
+            self.seeds,
+            positions,
+            depth,
+            self.topk_workspace,
+            use_fp64=self.use_fp64_gumbel,
+        )
+
+    def _draft_levels(
+        self,
+        input_batch: Any,
+        dp_sync_state: Any = None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        is_profile: bool = False,
+        **unused: Any,
+    ) -> None:
+        """Run levels 1..S-1 and pack, as one graph where the batch size has one."""
+        num_reqs, k = input_batch.num_reqs, self.shape.topk
+        self._prepare_levels(num_reqs)
+        sync, num_tokens = None, num_reqs * k
+        if dp_sync_state is not None:
+            sync, num_tokens = self._build_uniform_batch_dp_sync(
+                dp_sync_state, num_reqs, num_query_per_req=k
+            )
+        batch_desc, sync = dispatch_cg_and_sync_dp(
+            self.decode_cudagraph_manager,
+            num_reqs,
+            num_tokens,
+            uniform_token_count=k,
+            dp_size=self.dp_size,
+            dp_rank=self.dp_rank,
+            need_eager=is_profile,
+            dp_sync_state=sync,
+        )
+        attn_metadata = None
+        if not (dummy_run and skip_attn_for_dummy_run):
+            attn_metadata = self._build_uniform_attn_metadata(
+                num_reqs=num_reqs,
+                batch_desc=batch_desc,
+                num_query_per_req=k,
+                seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound,
+                step=0,
+            )
+        if batch_desc.cg_mode == CUDAGraphMode.FULL:
+            self.decode_cudagraph_manager.run_fullgraph(batch_desc)
+            return
+        self._generate_draft(
+            num_reqs,
+            batch_desc.num_tokens,
+            attn_metadata,
+            None,
+            sync.num_tokens_across_dp if sync is not None else None,
+            batch_desc.cg_mode,
+        )
+
+    def _prepare_levels(self, num_reqs: int) -> None:
+        """Lengths and row starts of a level; the same for every level of the step."""
+        buffers = self.input_buffers
+        positions = buffers.positions[:num_reqs]
+        self.root_positions[:num_reqs].copy_(positions)
+        # Every token up to the last prefilled one is in the draft's paged cache.
+        torch.add(positions, 1, out=buffers.seq_lens[:num_reqs])
+        buffers.seq_lens[num_reqs:].zero_()
+        torch.clamp(
+            self.level_starts, max=num_reqs * self.shape.topk, out=buffers.query_start_loc
+        )
+
+    def _generate_draft(
+        self,
+        num_reqs: int,
+        num_tokens_padded: int,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+        **unused: Any,
+    ) -> None:
+        """The captured part: expand, run and search each level, then pack.
+
+        Overrides upstream's chain step so that its ``capture`` records this instead.
+        """
+        k = self.shape.topk
+        idx_mapping = self.idx_mapping[:num_reqs]
+        self.root_hidden[:num_reqs].copy_(self.hidden_states[:num_reqs])
+        hidden = self.root_hidden[:num_reqs]
+        for depth in range(1, self.shape.num_steps):
+            self._expand(depth, idx_mapping, hidden)
+            self._set_level_positions(num_reqs, depth)
+            self._prepare_eplb_forward(num_reqs * k)
+            with self._level(depth, num_tokens_padded) as slots:
+                for_logits, hidden = self._run_model(
+                    num_tokens_padded,
+                    attn_metadata,
+                    slots if attn_metadata is not None else None,
+                    num_tokens_across_dp,
+                    cudagraph_runtime_mode,
+                )
+            logits = self.compute_draft_logits(for_logits[: num_reqs * k], depth)
+            self._find_children(
+                logits, idx_mapping, self.sample_src_positions[:num_reqs], depth
+            )
+        self._expand(self.shape.num_steps, idx_mapping, hidden)
+        pack_tree(self.tree, idx_mapping, self.draft_tokens)
+
+    @contextlib.contextmanager
+    def _level(self, depth: int, num_tokens: int) -> Iterator[dict[str, torch.Tensor]]:
+        """Inside, the MTP layer writes its KV to the scratch rows of this depth.
+
+        Yields the slots by layer: they only have to be there for vLLM to write KV.
+        """
+        state = self.tree_attn
+        state.drafting, state.level = True, depth - 1
+        slots = state.level_slots[depth - 1, :num_tokens]
+        try:
+            yield dict.fromkeys(self.draft_attn_layer_names, slots)
+        finally:
+            state.drafting = False
+
+    def _expand(
+        self, depth: int, idx_mapping: torch.Tensor, hidden: torch.Tensor
+    ) -> None:
+        expand_tree(
+            self.tree,
+            depth,
+            idx_mapping,
+            hidden,
+            self.hidden_states,
+            self.input_buffers.input_ids,
+        )
+
+    def _set_level_positions(self, num_reqs: int, depth: int) -> None:
+        """A node of depth d is fed at the last prefilled position + d."""
+        k = self.shape.topk
+        positions = (self.root_positions[:num_reqs] + depth).clamp_(
+            max=self.max_model_len - 1
+        )
+        self.input_buffers.positions[: num_reqs * k].view(num_reqs, k).copy_(
+            positions[:, None]
+        )
