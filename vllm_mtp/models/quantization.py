@@ -112,8 +112,9 @@ def follow_tensors(
     The result is an instance of ``base``'s class, as vLLM's own checks want it.
     """
     kind = type(base)
-    result = copy.copy(base)
-    result.__class__ = type(f"{kind.__name__}ByTensor", (_FollowsTensors, kind), {})
+    mixed = type(f"{kind.__name__}ByTensor", (_FollowsTensors, kind), {})
+    result: Any = object.__new__(mixed)
+    result.__dict__.update(base.__dict__)
     result._plan = plan
     result._prefix = f"model.layers.{hf_config.num_hidden_layers}."
     return result
