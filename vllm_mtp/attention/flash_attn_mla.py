@@ -1,0 +1,115 @@
+"""FLASH_ATTN_MLA (FlashAttention 3) with tree rows.
+
+The prefix pass is upstream's call with ``causal=False``, the prefix lengths and the
+log-sum-exp out; it costs the same as the causal pass. Its ahead-of-time schedule is
+made beside the causal one, which the draft layer's prefill still needs.
+"""
+
+from typing import Any
+
+import torch
+from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+from vllm.v1.attention.backends.mla.flashattn_mla import (
+    FlashAttnMLABackend,
+    FlashAttnMLAImpl,
+    FlashAttnMLAMetadataBuilder,
+)
+
+from vllm_mtp.attention.base import TreeBuilderMixin, TreeImplMixin
+from vllm_mtp.attention.state import TreeAttnMetadata
+
+
+class TreeFlashAttnMLAMetadataBuilder(
+    TreeBuilderMixin,
+    FlashAttnMLAMetadataBuilder,  # type: ignore[misc]
+):
+    """Adds the schedule of the prefix pass, in a persistent buffer for graphs."""
+
+    _prefix_schedule: torch.Tensor | None = None
+
+    def _schedule_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        # A draft level has no causal pass.
+        if self.tree_role == "draft" and kwargs.get("causal", True):
+            return None
+        schedule: torch.Tensor | None = super()._schedule_decode(*args, **kwargs)
+        return schedule
+
+    def schedule_prefix(
+        self, tree: TreeAttnMetadata, metadata: Any
+    ) -> torch.Tensor | None:
+        """Schedule ``forward_prefix``; the tail of the buffer is zero, as upstream."""
+        if not tree.active:
+            return None
+        schedule = self._schedule_decode(
+            num_reqs=tree.prefix_lens.shape[0],
+            cu_query_lens=tree.query_start_loc,
+            max_query_len=max(metadata.decode.max_query_len, 1),
+            seqlens=tree.prefix_lens,
+            max_seq_len=tree.max_prefix_len,
+            causal=False,
+            max_num_splits=metadata.decode.max_num_splits,
+        )
+        if schedule is None or not self.use_full_cuda_graph:
+            return schedule
+        if self._prefix_schedule is None:
+            self._prefix_schedule = torch.zeros_like(self.scheduler_metadata)
+        buffer = self._prefix_schedule
+        size = schedule.shape[0]
+        if size > buffer.shape[0]:
+            raise RuntimeError(
+                f"The FlashAttention schedule of {tree.prefix_lens.shape[0]} requests "
+                f"needs {size} numbers and the buffer has {buffer.shape[0]}. Raise "
+                "max_num_seqs, or use --attention-backend TRITON_MLA."
+            )
+        buffer[:size] = schedule
+        buffer[size:] = 0
+        return buffer[:size]
+
+
+class TreeFlashAttnMLAImpl(TreeImplMixin, FlashAttnMLAImpl):  # type: ignore[misc]
+    """Prefix by FlashAttention 3, suffix and merge by ``tree_suffix_attention``."""
+
+    def forward_prefix(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        tree: TreeAttnMetadata,
+        attn_metadata: Any,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See the base class; the log-sum-exp is a transposed view of ``[H, rows]``."""
+        del layer
+        latent = self.kv_lora_rank
+        out, lse = flash_attn_varlen_func(
+            q=q_pe,
+            k=kv_cache[..., latent:].unsqueeze(-2),
+            v=kv_cache[..., :latent].unsqueeze(-2),
+            q_v=q_nope,
+            max_seqlen_q=max(attn_metadata.decode.max_query_len, 1),
+            cu_seqlens_q=tree.query_start_loc,
+            max_seqlen_k=tree.max_prefix_len,
+            seqused_k=tree.prefix_lens,
+            block_table=attn_metadata.decode.block_table,
+            softmax_scale=self.scale,
+            causal=False,
+            return_softmax_lse=True,
+            fa_version=3,
+            scheduler_metadata=tree.schedule,
+            num_splits=attn_metadata.decode.max_num_splits,
+        )
+        return out, lse.transpose(0, 1)
+
+
+class TreeFlashAttnMLABackend(FlashAttnMLABackend):  # type: ignore[misc]
+    """Takes the place of FLASH_ATTN_MLA."""
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeFlashAttnMLAMetadataBuilder]:
+        """The tree-aware builder."""
+        return TreeFlashAttnMLAMetadataBuilder
+
+    @staticmethod
+    def get_impl_cls() -> type[TreeFlashAttnMLAImpl]:
+        """The tree-aware impl."""
+        return TreeFlashAttnMLAImpl

@@ -1,0 +1,365 @@
+"""Tree attention without FlashAttention 3 or FlashMLA: one pass over the paged KV.
+
+All rows of a request times all heads form one matrix dimension, so the KV is read once
+per tile of 64 or 128 (row, head) pairs instead of once per row. The KV is split among
+programs (flash-decoding); the first split of a request also attends to the suffix; a
+second kernel merges the splits by log-sum-exp.
+
+Work per tile and key: ``2 * BLOCK_M * (Dk + Dv)`` operations. A float32 accumulator of
+128 rows by 512 does not fit an SM's registers, hence two shapes: 64 rows with all of
+the value, or 128 rows with half of it (``V_SLICES = 2``), each program computing the
+scores anew. The partial results, ``(Dv + 1) * 4`` bytes per (row, head) and split, stay
+in L2 at the usual sizes.
+"""
+
+# Kernels are not typed: Triton reads their annotations itself.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: allow-untyped-calls
+
+from typing import Any
+
+import torch
+from vllm.triton_utils import tl, triton
+
+from vllm_mtp.kernels.attention_common import (
+    LOG2_E,
+    check_max_suffix,
+    check_unit_stride,
+    dot_dtype,
+    load_suffix,
+    merge_scores,
+    zero_not_finite,
+)
+from vllm_mtp.kernels.split_kv import (
+    choose_num_splits,
+    merge_splits,
+    num_sms,
+    split_length,
+)
+
+
+@triton.jit
+def _attend_split_kernel(
+    q_ptr,
+    q_stride_row,
+    q_stride_head,
+    q_pe_ptr,
+    q_pe_stride_row,
+    q_pe_stride_head,
+    kv_ptr,
+    kv_stride_block,
+    kv_stride_slot,
+    block_table_ptr,
+    block_table_stride,
+    suffix_ptr,
+    suffix_stride_block,
+    suffix_stride_slot,
+    prefix_lens_ptr,
+    query_start_loc_ptr,
+    row_masks_ptr,
+    suffix_start_ptr,
+    suffix_slots_ptr,
+    out_ptr,
+    out_stride_split,
+    out_stride_row,
+    out_stride_head,
+    lse_ptr,
+    lse_stride_split,
+    lse_stride_row,
+    q_scale_ptr,
+    k_scale_ptr,
+    scale,
+    max_suffix,
+    num_suffix_slots,
+    num_slots,
+    H: tl.constexpr,
+    PAGE: tl.constexpr,
+    SUFFIX_PAGE: tl.constexpr,
+    DV: tl.constexpr,
+    D_PE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    SPLIT_UNIT: tl.constexpr,
+    V_SLICES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_Q_SCALE: tl.constexpr,
+    HAS_K_SCALE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid ``(row tiles * V_SLICES, NUM_SPLITS, num_reqs)``; one program attends one
+    tile of (row, head) pairs to one split of the prefix and writes one slice of the
+    value, normalised, and its base-2 log-sum-exp.
+
+    Never reads: tokens past the prefix (split 0: suffix slots that no row of the tile
+    attends to), block table entries past the prefix.
+    """
+    slice_id = tl.program_id(0) % V_SLICES
+    first_pair = tl.program_id(0) // V_SLICES * BLOCK_M
+    split = tl.program_id(1)
+    req = tl.program_id(2)
+    row_start = tl.load(query_start_loc_ptr + req)
+    num_rows = tl.load(query_start_loc_ptr + req + 1) - row_start
+    prefix_len = tl.load(prefix_lens_ptr + req)
+    split_len = split_length(prefix_len, NUM_SPLITS, SPLIT_UNIT)
+    begin = split * split_len
+    end = tl.minimum(begin + split_len, prefix_len)
+    # Split 0 always runs: it holds the suffix.
+    if (first_pair >= num_rows * H) | ((begin >= prefix_len) & (split > 0)):
+        return
+    pair = first_pair + tl.arange(0, BLOCK_M)
+    local_rows = pair // H
+    row_ok = local_rows < num_rows
+    rows = (row_start + local_rows).to(tl.int64)
+    heads = pair % H
+
+    # The latent in two parts: this program's slice of the value, and the rest.
+    OWN: tl.constexpr = DV // V_SLICES
+    own = slice_id * OWN + tl.arange(0, OWN)
+    rest = (1 - slice_id) * OWN + tl.arange(0, OWN)
+    pe = tl.arange(0, D_PE)
+    q_rows = q_ptr + rows * q_stride_row + heads * q_stride_head
+    q_pe_rows = q_pe_ptr + rows * q_pe_stride_row + heads * q_pe_stride_head
+    q_ok = row_ok[:, None]
+    q_own = tl.load(q_rows[:, None] + own[None, :], mask=q_ok, other=0.0).to(DTYPE)
+    q_pe = tl.load(q_pe_rows[:, None] + pe[None, :], mask=q_ok, other=0.0).to(DTYPE)
+    q_rest = q_own
+    if V_SLICES == 2:
+        q_rest = tl.load(q_rows[:, None] + rest[None, :], mask=q_ok, other=0.0)
+        q_rest = q_rest.to(DTYPE)
+
+    scale = scale * LOG2_E
+    v_scale = 1.0
+    if HAS_Q_SCALE:
+        scale = scale * tl.load(q_scale_ptr)
+    if HAS_K_SCALE:
+        v_scale = tl.load(k_scale_ptr)
+        scale = scale * v_scale
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
+    acc = tl.zeros([BLOCK_M, OWN], tl.float32)
+
+    block_table = block_table_ptr + req.to(tl.int64) * block_table_stride
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        n = start + tl.arange(0, BLOCK_N)
+        n_ok = n < end
+        if PAGE % BLOCK_N == 0:
+            block = tl.load(block_table + start // PAGE).to(tl.int64)
+            base = block * kv_stride_block + (start % PAGE) * kv_stride_slot
+            kv_rows = kv_ptr + base + tl.arange(0, BLOCK_N) * kv_stride_slot
+        else:
+            block = tl.load(block_table + n // PAGE, mask=n_ok, other=0).to(tl.int64)
+            kv_rows = kv_ptr + block * kv_stride_block + (n % PAGE) * kv_stride_slot
+        k_ok = n_ok[:, None]
+        k = tl.load(kv_rows[:, None] + own[None, :], mask=k_ok, other=0.0).to(DTYPE)
+        k_pe = tl.load(kv_rows[:, None] + DV + pe[None, :], mask=k_ok, other=0.0)
+        scores = tl.dot(q_own, tl.trans(k), input_precision="ieee")
+        if V_SLICES == 2:
+            k_rest = tl.load(kv_rows[:, None] + rest[None, :], mask=k_ok, other=0.0)
+            k_rest = tl.trans(k_rest.to(DTYPE))
+            scores = tl.dot(q_rest, k_rest, scores, input_precision="ieee")
+        k_pe = tl.trans(k_pe.to(DTYPE))
+        scores = tl.dot(q_pe, k_pe, scores, input_precision="ieee")
+        scores = tl.where(n_ok[None, :], scores * scale, float("-inf"))
+        p, alpha, m, l = merge_scores(scores, m, l)  # noqa: E741
+        acc = acc * alpha[:, None]
+        acc = tl.dot(p.to(DTYPE), k, acc, input_precision="ieee")
+
+    if split == 0:
+        for first in tl.range(0, max_suffix, BLOCK_S, num_stages=1):
+            allowed, used, slots = load_suffix(
+                row_masks_ptr,
+                suffix_start_ptr,
+                suffix_slots_ptr,
+                req,
+                rows,
+                local_rows,
+                row_ok,
+                first,
+                max_suffix,
+                num_suffix_slots,
+                num_slots,
+                CAUSAL,
+                BLOCK_S,
+            )
+            kv_rows = suffix_ptr + (slots // SUFFIX_PAGE) * suffix_stride_block
+            kv_rows += (slots % SUFFIX_PAGE) * suffix_stride_slot
+            k_ok = used[:, None]
+            k = tl.load(kv_rows[:, None] + own[None, :], mask=k_ok, other=0.0)
+            k = k.to(DTYPE)
+            k_pe = tl.load(kv_rows[:, None] + DV + pe[None, :], mask=k_ok, other=0.0)
+            scores = tl.dot(q_own, tl.trans(k), input_precision="ieee")
+            if V_SLICES == 2:
+                k_rest = tl.load(kv_rows[:, None] + rest[None, :], mask=k_ok, other=0.0)
+                k_rest = tl.trans(k_rest.to(DTYPE))
+                scores = tl.dot(q_rest, k_rest, scores, input_precision="ieee")
+            k_pe = tl.trans(k_pe.to(DTYPE))
+            scores = tl.dot(q_pe, k_pe, scores, input_precision="ieee")
+            scores = tl.where(allowed, scores * scale, float("-inf"))
+            p, alpha, m, l = merge_scores(scores, m, l)  # noqa: E741
+            acc = acc * alpha[:, None]
+            v = zero_not_finite(k)
+            acc = tl.dot(p.to(DTYPE), v, acc, input_precision="ieee")
+
+    acc = acc * (v_scale / tl.where(l == 0.0, 1.0, l))[:, None]
+    out_rows = out_ptr + split * out_stride_split + rows * out_stride_row
+    out_rows += heads * out_stride_head
+    tl.store(
+        out_rows[:, None] + own[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_ok
+    )
+    if NUM_SPLITS > 1 and slice_id == 0:
+        lse = tl.where(l == 0.0, float("-inf"), m + tl.log2(l))
+        lse_rows = lse_ptr + split * lse_stride_split + rows * lse_stride_row + heads
+        tl.store(lse_rows, lse, mask=row_ok)
+
+
+def choose_config(num_pairs: int) -> dict[str, Any]:
+    """Tile shape for ``num_pairs`` (row, head) pairs per request."""
+    if num_pairs <= 32:
+        rows = 16 if num_pairs <= 16 else 32
+        return {"BLOCK_M": rows, "BLOCK_N": 32, "V_SLICES": 1, "num_warps": 4}
+    return {"BLOCK_M": 64, "BLOCK_N": 64, "V_SLICES": 1, "num_warps": 8}
+
+
+def paged_tree_attention(
+    # ([num_rows, H, Dv], [num_rows, H, Dk - Dv]) latent and RoPE part of the query
+    query: tuple[torch.Tensor, torch.Tensor],
+    # [num_blocks, block_size, Dk] paged latent cache, any block stride
+    kv_cache: torch.Tensor,
+    # [num_reqs, max_blocks] int32; entries past the prefix are never read
+    block_table: torch.Tensor,
+    # [num_reqs] int32 tokens before the root
+    prefix_lens: torch.Tensor,
+    # [num_reqs + 1] int32
+    query_start_loc: torch.Tensor,
+    # [num_rows] int64 ancestor bits; None: causal
+    row_masks: torch.Tensor | None,
+    # [num_reqs] int32
+    suffix_start: torch.Tensor,
+    # [*] int64 slots in suffix_cache
+    suffix_slots: torch.Tensor,
+    max_suffix: int,
+    scale: float,
+    *,
+    # longest query in rows
+    max_query_len: int,
+    # upper bound of prefix_lens
+    max_prefix_len: int,
+    # [*, block_size, Dk]; None: the suffix lies in kv_cache
+    suffix_cache: torch.Tensor | None = None,
+    # [1] float32 scales of an FP8 query and FP8 cache
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    # None: the dtype of the query
+    out_dtype: torch.dtype | None = None,
+    num_splits: int | None = None,
+    # launch parameters, for tuning
+    config: dict[str, Any] | None = None,
+) -> torch.Tensor:
+    """Attend every row to its request's prefix and to the suffix rows of its mask.
+
+    Equals ``tree_suffix_attention`` over ``paged_prefix_attention`` of the reference,
+    for one KV head whose value is the first Dv numbers of the key (MLA). Returns
+    ``[num_rows, H, Dv]``; rows past ``query_start_loc[-1]`` hold anything.
+
+    Raises:
+        ValueError: for shapes or strides that the kernel cannot read.
+    """
+    q, q_pe = query
+    suffix = kv_cache if suffix_cache is None else suffix_cache
+    _check_inputs(q, q_pe, kv_cache, suffix, max_suffix)
+    num_rows, num_heads, dv = q.shape
+    num_reqs = query_start_loc.shape[0] - 1
+    out = q.new_empty(q.shape, dtype=out_dtype or q.dtype)
+    if num_reqs == 0 or num_rows == 0:
+        return out
+    launch = {"num_stages": 2, **choose_config(max_query_len * num_heads)}
+    launch.update(config or {})
+    stages = launch.pop("num_stages")
+    tiles = triton.cdiv(max_query_len * num_heads, launch["BLOCK_M"])
+    tiles *= launch["V_SLICES"]
+    if num_splits is None:
+        num_splits = choose_num_splits(
+            tiles * num_reqs, max_prefix_len, num_sms(q.device)
+        )
+    unit = max(launch["BLOCK_N"], kv_cache.shape[1])
+    if num_splits == 1:
+        part, lse = out.unsqueeze(0), prefix_lens.view(1, 1, -1)
+    else:
+        part = q.new_empty(num_splits, *q.shape, dtype=torch.float32)
+        lse = q.new_empty(num_splits, num_rows, num_heads, dtype=torch.float32)
+    _attend_split_kernel[(tiles, num_splits, num_reqs)](
+        q,
+        q.stride(0),
+        q.stride(1),
+        q_pe,
+        q_pe.stride(0),
+        q_pe.stride(1),
+        kv_cache,
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        block_table,
+        block_table.stride(0),
+        suffix,
+        suffix.stride(0),
+        suffix.stride(1),
+        prefix_lens,
+        query_start_loc,
+        row_masks,
+        suffix_start,
+        suffix_slots,
+        part,
+        *part.stride()[:3],
+        lse,
+        *lse.stride()[:2],
+        q_scale,
+        k_scale,
+        scale,
+        max_suffix,
+        suffix_slots.shape[0],
+        suffix.shape[0] * suffix.shape[1],
+        H=num_heads,
+        PAGE=kv_cache.shape[1],
+        SUFFIX_PAGE=suffix.shape[1],
+        DV=dv,
+        D_PE=q_pe.shape[2],
+        NUM_SPLITS=num_splits,
+        SPLIT_UNIT=unit,
+        BLOCK_S=16 if max_suffix <= 16 else 32,
+        CAUSAL=row_masks is None,
+        HAS_Q_SCALE=q_scale is not None,
+        HAS_K_SCALE=k_scale is not None,
+        DTYPE=dot_dtype(out),
+        STAGES=stages,
+        **launch,
+    )
+    if num_splits > 1:
+        merge_splits(part, lse, prefix_lens, query_start_loc, max_query_len, unit, out)
+    return out
+
+
+def _check_inputs(
+    q: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    suffix: torch.Tensor,
+    max_suffix: int,
+) -> None:
+    check_max_suffix(max_suffix)
+    width = q.shape[2] + q_pe.shape[2]
+    for name, cache in (("kv_cache", kv_cache), ("suffix_cache", suffix)):
+        if cache.dim() != 3 or cache.shape[2] != width:
+            raise ValueError(
+                f"tree attention: {name} is {list(cache.shape)}; expected "
+                f"[num_blocks, block_size, {width}] as the query is {q.shape[2]} + "
+                f"{q_pe.shape[2]} wide."
+            )
+    for name, size in (("latent", q.shape[2]), ("RoPE", q_pe.shape[2])):
+        if size < 16 or size & (size - 1):
+            raise ValueError(
+                f"tree attention: the {name} part of the query is {size} wide; the "
+                "Triton kernel takes powers of two from 16 on."
+            )
+    check_unit_stride(query=q, query_rope=q_pe, kv_cache=kv_cache, suffix_cache=suffix)
