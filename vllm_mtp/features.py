@@ -6,11 +6,11 @@ engine is ``vllm_mtp.requests.needs_chain``; a test holds the two together.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 
-class ServedBy(str, Enum):
+class ServedBy(StrEnum):
     """How a request is drafted for. Its tokens are the same in every case."""
 
     TREE = "tree"
@@ -112,4 +112,4 @@ FEATURES = (
         "the scheduler cuts nodes, the least likely first, until none fits",
     ),
 )
-"""In the order shown. A request with several features is served by the least of them."""
+"""In the order shown. A request with several of them is served by the least."""

@@ -19,9 +19,7 @@ from vllm_mtp.trace.stats import Summary, summarize
 
 
 def show(
-    trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="Trace file (JSON lines).")
-    ],
+    trace: Annotated[Path, typer.Argument(help="Trace file (JSON lines).")],
     request: Annotated[
         str | None,
         typer.Option(help="Only this request: its id, or a part that only it has."),
