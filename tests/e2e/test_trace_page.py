@@ -1,5 +1,6 @@
 """The trace page in a real browser: it shows the trees, and nothing breaks out."""
 
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +72,17 @@ def check_step(page: Page, step: Step) -> None:
     assert shown_rows(page, "") == [-1, *real]
     assert shown_rows(page, ".accepted") == sorted(step.path)
     assert shown_rows(page, ".extra") == [-1]
+    places = page.evaluate(
+        "[...document.querySelectorAll('#tree .node')].map(g => [+g.dataset.row,"
+        "g.transform.baseVal[0].matrix.e, g.transform.baseVal[0].matrix.f])"
+    )
+    columns = {step.depths[row]: x for row, x, _ in places if row >= 0}
+    assert len(set(columns.values())) == len(columns)
+    assert all(x == columns[step.depths[row]] for row, x, _ in places if row >= 0)
+    for x in {x for _, x, _ in places}:
+        heights = sorted(y for _, other, y in places if other == x)
+        # A node is 42 high.
+        assert all(b - a > 42 for a, b in itertools.pairwise(heights))
     edges = page.evaluate("document.querySelectorAll('#tree .edge.accepted').length")
     assert edges == len(step.path) - 1
     facts = page.evaluate("document.getElementById('facts').textContent")
