@@ -35,7 +35,7 @@ class Case:
         rows, vocab_size = self.logits.shape
         ids = torch.full((rows + 1, self.k), POISON, device=DEVICE)
         logprobs = torch.full((rows + 1, self.k), float("nan"), device=DEVICE)
-        workspace = build_topk_workspace(rows, vocab_size, DEVICE, use_fp64)
+        workspace = build_topk_workspace(rows, vocab_size, DEVICE)
         for scratch in vars(workspace).values():
             scratch.fill_(float("nan"))
         tree_topk(
@@ -213,7 +213,6 @@ def test_wrong_calls_are_refused():
     }
     for change, words in [
         ({"workspace": build_topk_workspace(1, 300, DEVICE)}, "workspace: 1 rows"),
-        ({"use_fp64": True}, "use_fp64=False, called with True"),
         ({"topk_ids": args["topk_ids"].int()}, "topk_ids: dtype"),
         ({"logits": case.logits.double()}, "logits: dtype"),
         ({"logits": case.logits.T.contiguous().T}, "contiguous"),

@@ -131,8 +131,6 @@ def _commit_kv_kernel(
     """
     req = tl.program_id(1).to(tl.int64)
     num_accepted = tl.load(num_accepted_ptr + req)
-    if num_accepted <= 1:
-        return
     entry_ptr = table_ptr + tl.program_id(0) * 6
     base = tl.load(entry_ptr)
     block_stride = tl.load(entry_ptr + 1)
@@ -140,8 +138,10 @@ def _commit_kv_kernel(
     row_words = tl.load(entry_ptr + 3)
     block_size = tl.load(entry_ptr + 4)
     group = tl.load(entry_ptr + 5)
-    words_ptr = tl.cast(base, tl.pointer_type(WORD))
     start = tl.load(query_start_loc_ptr + req).to(tl.int64)
+    if num_accepted <= 1:
+        return
+    words_ptr = tl.cast(base, tl.pointer_type(WORD))
     slots_ptr = slot_mappings_ptr + group * slot_mappings_stride + start
     offsets = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     for j in range(1, num_accepted):
@@ -225,9 +225,9 @@ def _commit_rows_kernel(
     """Grid (num_reqs, slices of H); the first slice moves ids and positions too."""
     req = tl.program_id(0).to(tl.int64)
     num_accepted = tl.load(num_accepted_ptr + req)
+    start = tl.load(query_start_loc_ptr + req).to(tl.int64)
     if num_accepted <= 1:
         return
-    start = tl.load(query_start_loc_ptr + req).to(tl.int64)
     if tl.program_id(1) == 0:
         rows = tl.arange(0, PATH_BLOCK)
         moves = (rows > 0) & (rows < num_accepted)

@@ -36,9 +36,9 @@ def _prepare_rows_kernel(
     slot = tl.load(idx_mapping_ptr + req).to(tl.int64)
     start = tl.load(query_start_loc_ptr + req).to(tl.int64)
     end = tl.load(query_start_loc_ptr + req + 1).to(tl.int64)
+    num_logits = tl.load(cu_num_logits_ptr + req + 1) - tl.load(cu_num_logits_ptr + req)
     if end <= start:
         return
-    num_logits = tl.load(cu_num_logits_ptr + req + 1) - tl.load(cu_num_logits_ptr + req)
     busy = slot >= 0
     prefill_len = tl.load(prefill_len_ptr + slot, mask=busy, other=0)
     base = tl.load(positions_ptr + start)
@@ -46,9 +46,11 @@ def _prepare_rows_kernel(
 
     rows = tl.arange(0, ROW_BLOCK)
     in_req = rows < end - start
+    # Loaded whether tree or not, so as not to wait for the answer.
+    in_slot = in_req & (rows < tl.where(busy, NUM_ROWS, 0))
+    depths = tl.load(depths_ptr + slot * NUM_ROWS + rows, mask=in_slot, other=0)
+    tree_masks = tl.load(masks_ptr + slot * NUM_ROWS + rows, mask=in_slot, other=0)
     in_tree = in_req & (rows < tl.where(is_tree, NUM_ROWS, 0))
-    depths = tl.load(depths_ptr + slot * NUM_ROWS + rows, mask=in_tree, other=0)
-    tree_masks = tl.load(masks_ptr + slot * NUM_ROWS + rows, mask=in_tree, other=0)
     # Row 63 needs all 64 bits: 2 << 63 is 0, minus 1 is -1.
     causal = (tl.full([ROW_BLOCK], 2, tl.int64) << rows.to(tl.int64)) - 1
     # Row 0 has depth 0, so the word `base` came from is rewritten with itself.

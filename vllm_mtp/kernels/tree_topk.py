@@ -1,11 +1,16 @@
 """Best children of each node from its draft logits, with the target's own noise.
 
-Two launches. ``_scan_vocab_kernel``, grid (rows, splits), reads the logits once and
+Two launches. ``_scan_vocab_kernel``, grid (splits, rows), reads the logits once and
 keeps the greatest value of each group of 128 tokens and a partial log-sum-exp.
 ``_merge_groups_kernel``, grid (rows,), takes the k best groups, which must hold the k
 best tokens, reads those groups again and ranks their tokens. Memory moved per row: V
 logits, V / 128 floats twice, 128 * k logits; bound by reading the logits at
 temperature 0 and by hashing at T > 0.
+
+At T > 0 the scan adds noise from the target's uniforms through fast logarithms (off by
+about 1e-5, a third of the work); the tokens of the groups it finds are then ranked by
+the target's own arithmetic, so the ids are exact unless the k-th and the next best
+group are closer than that.
 """
 
 # Kernels are not typed: Triton reads their annotations itself.
@@ -15,14 +20,7 @@ temperature 0 and by hashing at T > 0.
 from dataclasses import dataclass
 
 import torch
-
-# Private to vLLM 0.32 and 0.33 alike: the noise of the target's sampler.
 from vllm.triton_utils import tl, triton
-from vllm.v1.worker.gpu.sample.gumbel import (
-    _log1p_neg_stable,
-    murmur3_uniform32,
-    murmur3_uniform64,
-)
 
 from vllm_mtp.kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, check_tensor
 from vllm_mtp.kernels.ranking import (
@@ -31,94 +29,51 @@ from vllm_mtp.kernels.ranking import (
     lowest_key,
     take_best,
 )
+from vllm_mtp.kernels.target_noise import (
+    FAST_MATH,
+    add_noise,
+    add_noise_fast,
+    exp_fast,
+    load_noise_args,
+)
 
 GROUP = 128
 """Tokens that share one maximum between the two kernels."""
 
-MIN_SPLIT = 2048
-MAX_SPLIT = 8192
-"""Tokens one program scans: fewer when there are too few rows to fill a GPU."""
+TILE = 2048
+"""Tokens a program holds in registers at a time."""
 
-FULL_GRID = 264
-"""Programs wanted before a program gets more tokens: two for each of 132 SMs."""
+MANY_TILES = 8192
+"""Tiles of a launch from which a program scans ``LONG_SPLIT`` of them instead of one:
+more than a GPU runs at once, so that a program's start and end weigh less."""
+
+LONG_SPLIT = 4
 
 
 @dataclass(frozen=True)
 class TopkWorkspace:
     """Scratch of ``tree_topk``, allocated once so that CUDA graphs can replay it."""
 
-    # [max_num_rows, groups] float32, float64 for fp64 noise: greatest value per group
+    # [max_num_rows, groups] float32: greatest value per group
     group_max: torch.Tensor
-    # [max_num_rows, splits] same dtype: greatest value per split
+    # [max_num_rows, splits] float32: greatest value per split
     split_max: torch.Tensor
     # [max_num_rows, splits] float32: sum of exp(value - split_max)
     split_sum: torch.Tensor
 
 
 def build_topk_workspace(
-    max_num_rows: int,
-    vocab_size: int,
-    device: torch.device | str,
-    use_fp64: bool = False,
+    max_num_rows: int, vocab_size: int, device: torch.device | str
 ) -> TopkWorkspace:
     """Allocate the scratch for up to ``max_num_rows`` rows of ``vocab_size`` logits."""
     groups = triton.cdiv(vocab_size, GROUP)
-    splits = triton.cdiv(vocab_size, MIN_SPLIT)
-    dtype = torch.float64 if use_fp64 else torch.float32
+    splits = triton.cdiv(vocab_size, TILE)
+    f32 = torch.float32
     return TopkWorkspace(
-        group_max=torch.empty((max_num_rows, groups), dtype=dtype, device=device),
-        split_max=torch.empty((max_num_rows, splits), dtype=dtype, device=device),
-        split_sum=torch.empty(
-            (max_num_rows, splits), dtype=torch.float32, device=device
-        ),
+        group_max=torch.empty((max_num_rows, groups), dtype=f32, device=device),
+        split_max=torch.empty((max_num_rows, splits), dtype=f32, device=device),
+        split_sum=torch.empty((max_num_rows, splits), dtype=f32, device=device),
     )
-
-
-@triton.jit
-def _load_row_noise(
-    row,
-    rows_per_req,
-    idx_mapping_ptr,
-    temperature_ptr,
-    seeds_ptr,
-    positions_ptr,
-    depth,
-):
-    """(temperature, seed, position) of a row; temperature 0 for idle rows."""
-    req = row // rows_per_req
-    slot = tl.load(idx_mapping_ptr + req).to(tl.int64)
-    busy = slot >= 0
-    temperature = tl.load(temperature_ptr + slot, mask=busy, other=0.0).to(tl.float32)
-    seed = tl.load(seeds_ptr + slot, mask=busy, other=0)
-    pos = tl.load(positions_ptr + req).to(tl.int64) + depth
-    return temperature, seed, pos
-
-
-@triton.jit
-def _load_ranked(
-    row_ptr, tokens, vocab_size, temperature, seed, pos, USE_FP64: tl.constexpr
-):
-    """The values that rank a row's tokens; -inf for NaN and beyond the vocabulary.
-
-    The order of operations is that of the target's sampler: ``_temperature_kernel``
-    divides in float32, then ``gumbel_sample`` adds noise.
-    """
-    values = tl.load(
-        row_ptr + tokens, mask=tokens < vocab_size, other=float("-inf")
-    ).to(tl.float32)
-    values = tl.where(values == values, values, float("-inf"))
-    if temperature > 0.0 and temperature != 1.0:
-        values = values / temperature
-    if USE_FP64:
-        values = values.to(tl.float64)
-        if temperature > 0.0:
-            uniform = murmur3_uniform64(seed, pos, tokens)
-            values = values - tl.log(-tl.log(uniform))
-    else:
-        if temperature > 0.0:
-            uniform = murmur3_uniform32(seed, pos, tokens)
-            values = values - tl.log(-_log1p_neg_stable(uniform))
-    return values
 
 
 @triton.jit(do_not_specialize=["depth", "rows_per_req"])
@@ -140,45 +95,66 @@ def _scan_vocab_kernel(
     split_max_ptr,
     split_sum_ptr,
     split_stride,
-    SPLIT_GROUPS: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE_GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     USE_FP64: tl.constexpr,
+    FAST: tl.constexpr,
 ):
-    """Grid (rows, splits): group maxima and partial log-sum-exp of one split."""
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
-    temperature, seed, pos = _load_row_noise(
-        row,
-        rows_per_req,
+    """Grid (splits, rows): group maxima and partial log-sum-exp of one split."""
+    split = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    lanes = tl.arange(0, TILE_GROUPS)
+    groups = split * (TILES * TILE_GROUPS) + lanes
+    tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    row_ptr = logits_ptr + row * logits_stride
+    # Before anything that waits for memory; the loop loads one tile ahead as well.
+    logits = tl.load(row_ptr + tokens, mask=tokens < vocab_size, other=float("-inf"))
+    temperature, seed, pos = load_noise_args(
+        row // rows_per_req,
         idx_mapping_ptr,
         temperature_ptr,
         seeds_ptr,
         positions_ptr,
         depth,
     )
-    groups = split * SPLIT_GROUPS + tl.arange(0, SPLIT_GROUPS)
-    tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    values = _load_ranked(
-        logits_ptr + row * logits_stride,
-        tokens,
-        vocab_size,
-        temperature,
-        seed,
-        pos,
-        USE_FP64,
-    )
-    best = tl.max(values, axis=1)
-    tl.store(
-        group_max_ptr + row * group_max_stride + groups,
-        best,
-        mask=groups * GROUP < vocab_size,
-    )
-    top = tl.max(best, axis=0)
-    # Keeps exp(-inf - shift) at 0 instead of NaN.
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.sum(tl.exp((values - shift).to(tl.float32)), axis=1), axis=0)
-    tl.store(split_max_ptr + row * split_stride + split, top)
-    tl.store(split_sum_ptr + row * split_stride + split, total)
+    top = tl.full([TILE_GROUPS], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_GROUPS], tl.float32)
+    for tile in range(TILES):
+        next_tokens = tokens + TILE_GROUPS * GROUP
+        next_logits = logits
+        if tile + 1 < TILES:
+            next_logits = tl.load(
+                row_ptr + next_tokens,
+                mask=next_tokens < vocab_size,
+                other=float("-inf"),
+            )
+        values = logits.to(tl.float32)
+        values = tl.where(values == values, values, float("-inf"))
+        if temperature > 0.0:
+            values = add_noise_fast(
+                values, tokens, temperature, seed, pos, USE_FP64, FAST
+            )
+        best = tl.max(values, axis=1)
+        tl.store(
+            group_max_ptr + row * group_max_stride + groups,
+            best,
+            mask=groups * GROUP < vocab_size,
+        )
+        new_top = tl.maximum(top, best)
+        # Keeps exp(-inf - shift) at 0 instead of NaN.
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        total *= exp_fast(top - shift, FAST)
+        total += tl.sum(exp_fast(values - shift[:, None], FAST), axis=1)
+        top = new_top
+        groups += TILE_GROUPS
+        tokens = next_tokens
+        logits = next_logits
+    split_top = tl.max(top, axis=0)
+    shift = tl.where(split_top == float("-inf"), 0.0, split_top)
+    split_sum = tl.sum(total * exp_fast(top - shift, FAST), axis=0)
+    tl.store(split_max_ptr + row * split_stride + split, split_top)
+    tl.store(split_sum_ptr + row * split_stride + split, split_sum)
 
 
 @triton.jit(do_not_specialize=["depth", "rows_per_req"])
@@ -206,16 +182,25 @@ def _merge_groups_kernel(
     topk_logprobs_stride,
     K: tl.constexpr,
     K_BLOCK: tl.constexpr,
+    PICKS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     USE_FP64: tl.constexpr,
 ):
-    """Grid (rows,): the k best tokens among the k best groups, with log-probability."""
+    """Grid (rows,): the k best tokens among the best groups, with log-probability."""
     row = tl.program_id(0).to(tl.int64)
     # Larger than any group or token index.
     NONE: tl.constexpr = 0x7FFFFFFF
     lanes = tl.arange(0, K_BLOCK)
+    temperature, seed, pos = load_noise_args(
+        row // rows_per_req,
+        idx_mapping_ptr,
+        temperature_ptr,
+        seeds_ptr,
+        positions_ptr,
+        depth,
+    )
 
     groups = tl.arange(0, GROUP_BLOCK)
     in_row = groups < num_groups
@@ -226,32 +211,28 @@ def _merge_groups_kernel(
     )
     keys = float_to_key(group_max)
     keys = tl.where(in_row, keys, lowest_key(keys))
-    # A row of fewer than K groups fills up with the group behind the last.
-    chosen = tl.zeros([K_BLOCK], tl.int32) + num_groups
-    for j in range(K):
+    # A row of fewer groups fills up with the group behind the last.
+    picks = tl.arange(0, PICKS)
+    chosen = tl.zeros([PICKS], tl.int32) + num_groups
+    for pick in range(PICKS):
         _, group, keys = take_best(keys, groups, NONE)
-        chosen = tl.where(lanes == j, tl.minimum(group, num_groups), chosen)
+        chosen = tl.where(picks == pick, tl.minimum(group, num_groups), chosen)
 
-    temperature, seed, pos = _load_row_noise(
-        row,
-        rows_per_req,
-        idx_mapping_ptr,
-        temperature_ptr,
-        seeds_ptr,
-        positions_ptr,
-        depth,
-    )
     tokens = chosen[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    tokens = tl.reshape(tokens, (K_BLOCK * GROUP,))
-    values = _load_ranked(
-        logits_ptr + row * logits_stride,
-        tokens,
-        vocab_size,
-        temperature,
-        seed,
-        pos,
-        USE_FP64,
+    tokens = tl.reshape(tokens, (PICKS * GROUP,))
+    logits = tl.load(
+        logits_ptr + row * logits_stride + tokens,
+        mask=tokens < vocab_size,
+        other=float("-inf"),
     )
+    values = logits.to(tl.float32)
+    values = tl.where(values == values, values, float("-inf"))
+    if USE_FP64:
+        values = values.to(tl.float64)
+    if temperature > 0.0:
+        values = add_noise(
+            values.to(tl.float32), tokens, temperature, seed, pos, USE_FP64
+        )
     keys = float_to_key(values)
     keys = tl.where(tokens < vocab_size, keys, lowest_key(keys))
     best_tokens = tl.zeros([K_BLOCK], tl.int32)
@@ -273,7 +254,7 @@ def _merge_groups_kernel(
     )
     top = tl.max(tops, axis=0)
     shift = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(sums * tl.exp((tops - shift).to(tl.float32)), axis=0)
+    total = tl.sum(sums * tl.exp(tops - shift), axis=0)
     logprobs = (key_to_float(best_keys) - top).to(tl.float32) - tl.log(total)
     logprobs = tl.where(logprobs == logprobs, logprobs, float("-inf"))
     # A child never scores above its parent: rounding must not make this positive.
@@ -318,20 +299,19 @@ def tree_topk(
 
     Raises:
         ValueError: A shape, dtype or device does not fit, or the workspace is too
-            small or made for the other noise precision.
+            small.
     """
     num_rows, vocab_size = logits.shape
     num_reqs, k = idx_mapping.shape[0], topk_ids.shape[1]
-    _check_topk(logits, topk_ids, topk_logprobs, idx_mapping, workspace, use_fp64)
+    _check_topk(logits, topk_ids, topk_logprobs, idx_mapping, workspace)
     check_tensor("temperature", temperature, (torch.float32,), (1,), logits)
     check_tensor("seeds", seeds, (torch.int64,), (1,), logits)
     check_tensor("positions", positions, INDEX_DTYPES, (num_reqs,), logits)
     if num_rows == 0:
         return
-    split = MAX_SPLIT
-    while split > MIN_SPLIT and num_rows * triton.cdiv(vocab_size, split) < FULL_GRID:
-        split //= 2
-    num_splits = triton.cdiv(vocab_size, split)
+    is_long = num_rows * triton.cdiv(vocab_size, TILE) >= MANY_TILES
+    tiles = LONG_SPLIT if is_long else 1
+    num_splits = triton.cdiv(vocab_size, tiles * TILE)
     num_groups = triton.cdiv(vocab_size, GROUP)
     row_args = (
         logits,
@@ -351,12 +331,14 @@ def tree_topk(
         workspace.split_sum,
         workspace.split_sum.stride(0),
     )
-    _scan_vocab_kernel[(num_rows, num_splits)](
+    _scan_vocab_kernel[(num_splits, num_rows)](
         *row_args,
         *split_args,
-        SPLIT_GROUPS=split // GROUP,
+        TILES=tiles,
+        TILE_GROUPS=TILE // GROUP,
         GROUP=GROUP,
         USE_FP64=use_fp64,
+        FAST=FAST_MATH,
         num_warps=4,
     )
     k_block = triton.next_power_of_2(k)
@@ -371,6 +353,8 @@ def tree_topk(
         topk_logprobs.stride(0),
         K=k,
         K_BLOCK=k_block,
+        # One to spare even for k = 1, since the scan's noise is not exact.
+        PICKS=max(k_block, 2),
         GROUP=GROUP,
         GROUP_BLOCK=triton.next_power_of_2(num_groups),
         SPLIT_BLOCK=triton.next_power_of_2(num_splits),
@@ -385,7 +369,6 @@ def _check_topk(
     topk_logprobs: torch.Tensor,
     idx_mapping: torch.Tensor,
     workspace: TopkWorkspace,
-    use_fp64: bool,
 ) -> None:
     num_rows, vocab_size = logits.shape
     num_reqs, k = idx_mapping.shape[0], topk_ids.shape[1]
@@ -405,8 +388,4 @@ def _check_topk(
         raise ValueError(
             f"workspace: {rows_free} rows of {groups_free * GROUP} tokens, expected at "
             f"least {num_rows} of {vocab_size}; use build_topk_workspace"
-        )
-    if (workspace.group_max.dtype == torch.float64) != use_fp64:
-        raise ValueError(
-            f"workspace: made with use_fp64={not use_fp64}, called with {use_fp64}"
         )

@@ -1,0 +1,86 @@
+"""The target sampler's Gumbel noise, for kernels that draft with it.
+
+``add_noise`` repeats the target's arithmetic; ``add_noise_fast`` is a third of the work
+and off by about 1e-5, good enough to find where to look closer.
+"""
+
+# Kernels are not typed: Triton reads their annotations itself.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: allow-untyped-calls
+
+from vllm.triton_utils import tl, tldevice, triton
+
+# Private to vLLM, the same in 0.32 and 0.33: the target's uniforms. They can go when
+# the noise itself is a function there, apart from the argmax.
+from vllm.v1.worker.gpu.sample.gumbel import (
+    _log1p_neg_stable,
+    murmur3_uniform32,
+    murmur3_uniform64,
+)
+
+FAST_MATH = not triton.knobs.runtime.interpret
+"""Triton's interpreter has no libdevice."""
+
+
+@triton.jit
+def load_noise_args(
+    req, idx_mapping_ptr, temperature_ptr, seeds_ptr, positions_ptr, depth
+):
+    """(temperature, seed, position) of a batch row; temperature 0 for idle rows."""
+    slot = tl.load(idx_mapping_ptr + req).to(tl.int64)
+    pos = tl.load(positions_ptr + req).to(tl.int64) + depth
+    busy = slot >= 0
+    temperature = tl.load(temperature_ptr + slot, mask=busy, other=0.0).to(tl.float32)
+    seed = tl.load(seeds_ptr + slot, mask=busy, other=0)
+    return temperature, seed, pos
+
+
+@triton.jit
+def add_noise(values, tokens, temperature, seed, pos, USE_FP64: tl.constexpr):
+    """``values / temperature`` plus noise, bit for bit what the target ranks.
+
+    ``_temperature_kernel`` divides in float32 and skips temperature 1, then
+    ``gumbel_sample`` adds the noise, in float64 if asked (the result's dtype).
+    """
+    if temperature != 1.0:
+        values = values / temperature
+    if USE_FP64:
+        u = murmur3_uniform64(seed, pos, tokens)
+        values = values.to(tl.float64) - tl.log(-tl.log(u))
+    else:
+        u = murmur3_uniform32(seed, pos, tokens)
+        values = values - tl.log(-_log1p_neg_stable(u))
+    return values
+
+
+@triton.jit
+def add_noise_fast(
+    values, tokens, temperature, seed, pos, USE_FP64: tl.constexpr, FAST: tl.constexpr
+):
+    """What ``add_noise`` gives, in float32 and to about 1e-5.
+
+    The noise is ``-log(-log(1 - u))``, where small ``u`` win: there the inner logarithm
+    is a series, whose relative error is below 2e-7.
+    """
+    if USE_FP64:
+        # The float64 noise is -log(-log(u)); its winners are near 1.
+        u = (1.0 - murmur3_uniform64(seed, pos, tokens)).to(tl.float32)
+    else:
+        u = murmur3_uniform32(seed, pos, tokens)
+    series = u * (1.0 + u * (0.5 + u * (1.0 / 3 + u * (0.25 + u * 0.2))))
+    # 2**-24, as upstream: u can round to 1.
+    direct = -log_fast(tl.maximum(1.0 - u, 5.960464477539063e-08), FAST)
+    exponential = tl.where(u < 0.0625, series, direct)
+    return values * (1.0 / temperature) - log_fast(exponential, FAST)
+
+
+@triton.jit
+def exp_fast(values, FAST: tl.constexpr):
+    """Exponential by the hardware's instruction alone, where there is one."""
+    return tldevice.fast_expf(values) if FAST else tl.exp(values)
+
+
+@triton.jit
+def log_fast(values, FAST: tl.constexpr):
+    """Logarithm by the hardware's instruction alone, where there is one."""
+    return tldevice.fast_logf(values) if FAST else tl.log(values)
