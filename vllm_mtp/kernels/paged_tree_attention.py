@@ -38,7 +38,9 @@ from vllm_mtp.kernels.split_kv import (
 )
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_splits", "max_suffix", "num_suffix_slots", "num_slots"]
+)
 def _attend_split_kernel(
     q_ptr,
     q_stride_row,
@@ -72,12 +74,12 @@ def _attend_split_kernel(
     max_suffix,
     num_suffix_slots,
     num_slots,
+    num_splits,
     H: tl.constexpr,
     PAGE: tl.constexpr,
     SUFFIX_PAGE: tl.constexpr,
     DV: tl.constexpr,
     D_PE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     SPLIT_UNIT: tl.constexpr,
     V_SLICES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -86,10 +88,11 @@ def _attend_split_kernel(
     CAUSAL: tl.constexpr,
     HAS_Q_SCALE: tl.constexpr,
     HAS_K_SCALE: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
     DTYPE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid ``(row tiles * V_SLICES, NUM_SPLITS, num_reqs)``; one program attends one
+    """Grid ``(row tiles * V_SLICES, num_splits, num_reqs)``; one program attends one
     tile of (row, head) pairs to one split of the prefix and writes one slice of the
     value, normalised, and its base-2 log-sum-exp.
 
@@ -103,7 +106,7 @@ def _attend_split_kernel(
     row_start = tl.load(query_start_loc_ptr + req)
     num_rows = tl.load(query_start_loc_ptr + req + 1) - row_start
     prefix_len = tl.load(prefix_lens_ptr + req)
-    split_len = split_length(prefix_len, NUM_SPLITS, SPLIT_UNIT)
+    split_len = split_length(prefix_len, num_splits, SPLIT_UNIT)
     begin = split * split_len
     end = tl.minimum(begin + split_len, prefix_len)
     # Split 0 always runs: it holds the suffix.
@@ -209,8 +212,8 @@ def _attend_split_kernel(
     tl.store(
         out_rows[:, None] + own[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_ok
     )
-    if NUM_SPLITS > 1 and slice_id == 0:
-        lse = tl.where(l == 0.0, float("-inf"), m + tl.log2(l))
+    if WRITE_LSE and slice_id == 0:
+        lse = tl.where(l == 0.0, float("-inf"), m + tl.log2(tl.maximum(l, 1e-38)))
         lse_rows = lse_ptr + split * lse_stride_split + rows * lse_stride_row + heads
         tl.store(lse_rows, lse, mask=row_ok)
 
@@ -320,17 +323,18 @@ def paged_tree_attention(
         max_suffix,
         suffix_slots.shape[0],
         suffix.shape[0] * suffix.shape[1],
+        num_splits,
         H=num_heads,
         PAGE=kv_cache.shape[1],
         SUFFIX_PAGE=suffix.shape[1],
         DV=dv,
         D_PE=q_pe.shape[2],
-        NUM_SPLITS=num_splits,
         SPLIT_UNIT=unit,
         BLOCK_S=16 if max_suffix <= 16 else 32,
         CAUSAL=row_masks is None,
         HAS_Q_SCALE=q_scale is not None,
         HAS_K_SCALE=k_scale is not None,
+        WRITE_LSE=num_splits > 1,
         DTYPE=dot_dtype(out),
         STAGES=stages,
         **launch,

@@ -18,12 +18,12 @@ MIN_SPLIT = 128
 
 
 @triton.jit
-def split_length(prefix_len, NUM_SPLITS: tl.constexpr, UNIT: tl.constexpr):
+def split_length(prefix_len, num_splits, UNIT: tl.constexpr):
     """Prefix tokens per split, a multiple of UNIT; both kernels must agree on it."""
-    return tl.maximum(tl.cdiv(tl.cdiv(prefix_len, NUM_SPLITS), UNIT), 1) * UNIT
+    return tl.maximum(tl.cdiv(tl.cdiv(prefix_len, num_splits), UNIT), 1) * UNIT
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _merge_splits_kernel(
     part_ptr,
     part_stride_split,
@@ -37,8 +37,8 @@ def _merge_splits_kernel(
     out_ptr,
     out_stride_row,
     out_stride_head,
+    num_splits,
     DV: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     SPLIT_UNIT: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -54,14 +54,14 @@ def _merge_splits_kernel(
         return
     row = (row_start + tl.program_id(0)).to(tl.int64)
     prefix_len = tl.load(prefix_lens_ptr + req)
-    split_len = split_length(prefix_len, NUM_SPLITS, SPLIT_UNIT)
-    num_splits = tl.maximum(tl.cdiv(prefix_len, split_len), 1)
+    split_len = split_length(prefix_len, num_splits, SPLIT_UNIT)
+    num_used = tl.maximum(tl.cdiv(prefix_len, split_len), 1)
     lse_row = lse_ptr + row * lse_stride_row + head
     part_row = part_ptr + row * part_stride_row + head * part_stride_head
     splits = tl.arange(0, BLOCK_SPLITS)
     lse = tl.load(
         lse_row + splits * lse_stride_split,
-        mask=splits < num_splits,
+        mask=splits < num_used,
         other=float("-inf"),
     )
     m = tl.max(lse, axis=0)
@@ -69,9 +69,9 @@ def _merge_splits_kernel(
     total = tl.sum(tl.exp2(lse - m), axis=0)
     d = tl.arange(0, DV)
     acc = tl.zeros([DV], tl.float32)
-    for first in range(0, num_splits, CHUNK):
+    for first in range(0, num_used, CHUNK):
         s = first + tl.arange(0, CHUNK)
-        ok = s < num_splits
+        ok = s < num_used
         weight = tl.exp2(
             tl.load(lse_row + s * lse_stride_split, mask=ok, other=float("-inf")) - m
         )
@@ -114,8 +114,8 @@ def merge_splits(
         query_start_loc,
         out,
         *out.stride()[:2],
+        num_splits,
         DV=dv,
-        NUM_SPLITS=num_splits,
         SPLIT_UNIT=unit,
         BLOCK_SPLITS=block,
         CHUNK=min(block, 8),

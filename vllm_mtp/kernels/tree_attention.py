@@ -31,7 +31,7 @@ from vllm_mtp.kernels.attention_common import (
 Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_suffix", "num_suffix_slots", "num_slots"])
 def _attend_suffix_kernel(
     q_ptr,
     q_stride_row,
