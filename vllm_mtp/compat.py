@@ -130,8 +130,8 @@ def _accept(
     check_model(model_config, parsed.vllm_config)
     if parsed.translated:
         logger.info(
-            "mtp_tree: SGLang's names were understood: %s",
-            ", ".join(f"{k} -> {v}" for k, v in parsed.translated.items()),
+            "mtp_tree: understood %s",
+            "; ".join(f"{k} -> {v}" for k, v in parsed.translated.items()),
         )
     logger.info("mtp_tree: %s", parsed.config.shape.describe())
     extra = dict(engine_args.additional_config or {})

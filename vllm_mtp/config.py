@@ -108,7 +108,7 @@ SGLANG_NAMES = {
 }
 """SGLang's option to ours; its draft tokens count the root, ours do not."""
 
-OWN_KEYS = ("num_steps", "topk", "num_speculative_tokens")
+OWN_KEYS = ("num_steps", "topk", "num_speculative_tokens", "trace")
 """Keys this method adds to, or reads from, ``--speculative-config``."""
 
 PASSED_KEYS = (
@@ -156,6 +156,9 @@ class MTPConfig:
 
     shape: TreeShape = TreeShape()
 
+    trace: dict[str, Any] | None = None
+    """Settings of the tree trace (``vllm_mtp.trace.settings``); None: no trace."""
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for ``VllmConfig.additional_config`` (it is hashed and sent)."""
         return asdict(self)
@@ -176,7 +179,7 @@ class ParsedSettings:
     """The settings for vLLM's own ``mtp``: method, N and the passed-through keys."""
 
     translated: dict[str, str]
-    """SGLang name -> what it became, for one log line."""
+    """Words of the user -> what they became, for one log line."""
 
 
 def parse_settings(settings: Mapping[str, Any]) -> ParsedSettings:
@@ -193,9 +196,14 @@ def parse_settings(settings: Mapping[str, Any]) -> ParsedSettings:
     shape = _fill_shape(
         given.get("num_steps"), given.get("topk"), given.get("num_speculative_tokens")
     )
+    if given.get("num_steps") not in (None, shape.num_steps):
+        translated[f"num_steps={given['num_steps']}"] = (
+            f"num_steps={shape.num_steps}, since a tree of {shape.num_nodes} nodes is "
+            "no deeper"
+        )
     passed = {k: v for k, v in given.items() if k in PASSED_KEYS}
     return ParsedSettings(
-        config=MTPConfig(shape=shape),
+        config=MTPConfig(shape=shape, trace=_parse_trace(given.get("trace"))),
         vllm_config={
             "method": "mtp",
             "num_speculative_tokens": shape.num_nodes,
@@ -203,6 +211,14 @@ def parse_settings(settings: Mapping[str, Any]) -> ParsedSettings:
         },
         translated=translated,
     )
+
+
+def _parse_trace(value: Any) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    from vllm_mtp.trace.settings import TraceSettings
+
+    return TraceSettings.parse(value).to_dict()
 
 
 def _translate_sglang_names(given: dict[str, Any]) -> dict[str, str]:
@@ -258,4 +274,5 @@ def _fill_shape(steps: Any, topk: Any, nodes: Any) -> TreeShape:
     _check_range("num_steps", steps, 1, MAX_STEPS)
     if nodes is None:
         nodes = min(defaults.num_nodes, topk + (steps - 1) * topk**2)
-    return TreeShape(steps, topk, nodes)
+    TreeShape(steps, topk, nodes)  # The given sizes must fit each other as they are.
+    return TreeShape(min(steps, nodes), topk, nodes)

@@ -5,9 +5,11 @@ A step: ``prepare_attn`` gives tree rows their positions and masks, the target r
 exactly like a chain step with rejected tokens, and upstream code goes on.
 """
 
+import functools
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_mtp import compat
@@ -33,11 +35,29 @@ class TreeRunnerMixin:
         self.rejection_sampler = TreeVerifier(
             self.sampler, self.speculative_config, self.device, self.tree
         )
+        self.collector = self._build_collector()
+        if self.collector is not None:
+            collect = functools.partial(self.collector.collect, self.tree)
+            self.rejection_sampler.observer = collect
+
+    def _build_collector(self: Any) -> Any:
+        """The trace's collector on the first rank of each replica, if asked for."""
+        settings = compat.read_config(self.vllm_config).trace
+        if settings is None or get_tp_group().rank_in_group != 0:
+            return None
+        from vllm_mtp.trace.collector import TreeCollector
+        from vllm_mtp.trace.settings import TraceSettings
+
+        if self.dp_size > 1:
+            settings = {**settings, "path": f"{settings['path']}.dp{self.dp_rank}"}
+        return TreeCollector(TraceSettings(**settings), self.vllm_config)
 
     def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
         caches, groups = compat.target_kv_layers(
-            self.vllm_config, self.kv_cache_config, self.speculator.draft_attn_layer_names
+            self.vllm_config,
+            self.kv_cache_config,
+            self.speculator.draft_attn_layer_names,
         )
         self.kv_table = build_kv_table(caches, groups)
 
@@ -47,6 +67,8 @@ class TreeRunnerMixin:
             (self.req_states.req_id_to_index[new.req_id], new.sampling_params)
             for new in scheduler_output.scheduled_new_reqs
         )
+        if self.collector is not None:
+            self.collector.add_requests(scheduler_output.scheduled_new_reqs)
 
     def prepare_attn(self: Any, input_batch: Any) -> Any:
         """Slots from linear positions as upstream, then tree positions and masks."""
@@ -76,6 +98,11 @@ class TreeRunnerMixin:
         if input_batch.num_draft_tokens > 0:
             self.commit(hidden_states, input_batch, num_accepted=output[1])
         return output
+
+    def shutdown(self: Any) -> None:
+        if self.collector is not None:
+            self.collector.writer.close()
+        super().shutdown()
 
     def commit(
         self: Any,

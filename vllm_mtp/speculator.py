@@ -46,7 +46,7 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         set_state(self.tree_attn)
         k = self.shape.topk
         self.topk_workspace = build_topk_workspace(
-            self.max_num_reqs * k, self.vocab_size, device, self.use_fp64_gumbel
+            self.max_num_reqs * k, self.vocab_size, device
         )
         # [max_num_reqs, H] what the draft prefill feeds back, by batch row
         self.root_hidden = torch.zeros_like(self.hidden_states[: self.max_num_reqs])
@@ -109,9 +109,7 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
     # --- the step -------------------------------------------------------------------
 
     @torch.inference_mode()
-    def propose(
-        self, input_batch: Any, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
+    def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Draft a tree for every request of the batch.
 
         Takes vLLM's arguments. Returns the drafted tokens ``[num_reqs, N]`` int64 in
@@ -225,7 +223,9 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         torch.add(positions, 1, out=buffers.seq_lens[:num_reqs])
         buffers.seq_lens[num_reqs:].zero_()
         torch.clamp(
-            self.level_starts, max=num_reqs * self.shape.topk, out=buffers.query_start_loc
+            self.level_starts,
+            max=num_reqs * self.shape.topk,
+            out=buffers.query_start_loc,
         )
 
     def _generate_draft(

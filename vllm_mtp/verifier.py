@@ -5,6 +5,7 @@ at: at every row the target's own sampler draws the token it would draw there wi
 speculation, and the walk follows the drawn tokens (docs/verification.md).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,10 @@ from vllm_mtp.buffers import TreeBuffers
 from vllm_mtp.kernels.tree_verify import verify_tree
 
 
+Observer = Callable[[InputBatch, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Told of each pass: batch, tokens fed and drawn by logits row, number emitted."""
+
+
 class TreeVerifier(RejectionSampler):  # type: ignore[misc]
     """Verifies one packed tree per request with the target's own sampler."""
 
@@ -36,6 +41,7 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]
         # function of request seed, position and token, which trees are coupled to.
         sampler.use_flashinfer = False
         self.tree = tree
+        self.observer: Observer | None = None
 
     def __call__(
         self,
@@ -80,6 +86,8 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]
             input_batch.idx_mapping,
             self.sampler.req_states.prefill_len.gpu,
         )
+        if self.observer is not None:
+            self.observer(input_batch, drafted, sampled, num_sampled)
         return SamplerOutput(
             sampled_token_ids=emitted,
             logprobs_tensors=logprobs,

@@ -70,9 +70,7 @@ class TreeCPUMLAImpl(TreeImplMixin, CPUMLAImpl):  # type: ignore[misc]
         starts = tree.query_start_loc.tolist()
         lengths = [b - a for a, b in zip(starts, starts[1:], strict=False)]
         limit = min(MAX_ROWS, tree.max_suffix) if tree.role == "verify" else ANY_LENGTH
-        num_short = next(
-            (r for r, n in enumerate(lengths) if n > limit), len(lengths)
-        )
+        num_short = next((r for r, n in enumerate(lengths) if n > limit), len(lengths))
         rows = starts[num_short]
         decode = attn_metadata.decode
         out, lse = self._attend(query, kv_cache, decode, tree, causal=False)
@@ -92,7 +90,12 @@ class TreeCPUMLAImpl(TreeImplMixin, CPUMLAImpl):  # type: ignore[misc]
                 role=tree.role,
             )
             self.attend_suffix(
-                q_nope[:rows], q_pe[:rows], kv_cache, short, out[:rows], lse[:rows],
+                q_nope[:rows],
+                q_pe[:rows],
+                kv_cache,
+                short,
+                out[:rows],
+                lse[:rows],
                 layer,
             )
         return out
@@ -125,7 +128,9 @@ class TreeCPUMLAImpl(TreeImplMixin, CPUMLAImpl):  # type: ignore[misc]
             scores = torch.einsum("qhd,td->hqt", query[start:end].float(), keys)
             scores *= self.scale
             if causal and end - start > 1:
-                seen = torch.arange(length) <= prefix + torch.arange(end - start)[:, None]
+                seen = (
+                    torch.arange(length) <= prefix + torch.arange(end - start)[:, None]
+                )
                 scores.masked_fill_(~seen, float("-inf"))
             lse[start:end] = torch.logsumexp(scores, dim=-1).T
             values = torch.softmax(scores, dim=-1) @ keys[:, : self.kv_lora_rank]

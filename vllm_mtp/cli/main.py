@@ -12,6 +12,8 @@ from vllm_mtp.config import SettingsError
 COMMANDS = {
     "export": "Write a checkpoint's MTP layer as a stand-alone NextN folder.",
     "inspect": "Say what a folder of weights holds, and what mtp_tree will do with it.",
+    "explain": "Print the sizes and memory of the trees that settings would draft.",
+    "show": "Draw the trees of a trace, in the terminal or as a page.",
 }
 """Command -> its line in ``--help``. The command ``name`` is the function ``name`` of
 ``vllm_mtp/cli/name.py``; a new one needs a line here and that file."""

