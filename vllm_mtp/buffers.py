@@ -5,6 +5,7 @@ once per worker and only ever filled in place.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -61,9 +62,9 @@ def build_tree_buffers(
 ) -> TreeBuffers:
     """Allocate every buffer; the causal and root-only defaults are valid trees."""
     rows, k, cand = shape.num_rows, shape.topk, shape.num_candidates
-    i32 = {"dtype": torch.int32, "device": device}
-    i64 = {"dtype": torch.int64, "device": device}
-    f32 = {"dtype": torch.float32, "device": device}
+    i32: Any = {"dtype": torch.int32, "device": device}
+    i64: Any = {"dtype": torch.int64, "device": device}
+    f32: Any = {"dtype": torch.float32, "device": device}
     return TreeBuffers(
         shape=shape,
         parents=torch.full((max_num_reqs, rows), -1, **i32),

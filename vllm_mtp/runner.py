@@ -6,7 +6,7 @@ exactly like a chain step with rejected tokens, and upstream code goes on.
 """
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
@@ -18,11 +18,16 @@ from vllm_mtp.kernels.tree_rows import prepare_tree_rows
 from vllm_mtp.speculator import MTPTreeSpeculator
 from vllm_mtp.verifier import TreeVerifier
 
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as _Upstream
+else:
+    _Upstream = object
 
-class TreeRunnerMixin:
+
+class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
     """What a V2 runner needs for trees, on any device."""
 
-    def __init__(self: Any, vllm_config: Any, device: torch.device) -> None:
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
         with compat.speculator_factory(
             lambda config, device, req_states: MTPTreeSpeculator(config, device)
         ):
@@ -30,7 +35,7 @@ class TreeRunnerMixin:
         self.tree = self.speculator.tree
         self.tree_attn = self.speculator.tree_attn
 
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         self.rejection_sampler = TreeVerifier(
             self.sampler, self.speculative_config, self.device, self.tree
@@ -40,7 +45,7 @@ class TreeRunnerMixin:
             collect = functools.partial(self.collector.collect, self.tree)
             self.rejection_sampler.observer = collect
 
-    def _build_collector(self: Any) -> Any:
+    def _build_collector(self) -> Any:
         """The trace's collector on the first rank of each replica, if asked for."""
         settings = compat.read_config(self.vllm_config).trace
         if settings is None or get_tp_group().rank_in_group != 0:
@@ -52,7 +57,7 @@ class TreeRunnerMixin:
             settings = {**settings, "path": f"{settings['path']}.dp{self.dp_rank}"}
         return TreeCollector(TraceSettings(**settings), self.vllm_config)
 
-    def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> None:
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
         caches, groups = compat.target_kv_layers(
             self.vllm_config,
@@ -61,7 +66,7 @@ class TreeRunnerMixin:
         )
         self.kv_table = build_kv_table(caches, groups)
 
-    def add_requests(self: Any, scheduler_output: Any) -> None:
+    def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)
         self.speculator.add_requests(
             (self.req_states.req_id_to_index[new.req_id], new.sampling_params)
@@ -70,7 +75,7 @@ class TreeRunnerMixin:
         if self.collector is not None:
             self.collector.add_requests(scheduler_output.scheduled_new_reqs)
 
-    def prepare_attn(self: Any, input_batch: Any) -> Any:
+    def prepare_attn(self, input_batch: Any) -> Any:
         """Slots from linear positions as upstream, then tree positions and masks."""
         block_tables, slot_mappings = super().prepare_attn(input_batch)
         self.tree_attn.verify_active = input_batch.num_draft_tokens > 0
@@ -86,12 +91,12 @@ class TreeRunnerMixin:
             self.verify_slots = slot_mappings
         return block_tables, slot_mappings
 
-    def prepare_dummy_attn(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def prepare_dummy_attn(self, *args: Any, **kwargs: Any) -> Any:
         self.tree_attn.verify_active = False
         return super().prepare_dummy_attn(*args, **kwargs)
 
     def sample(
-        self: Any, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any
+        self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any
     ) -> Any:
         """Verify (``TreeVerifier``), then commit the accepted paths."""
         output = super().sample(hidden_states, input_batch, grammar_output)
@@ -99,13 +104,13 @@ class TreeRunnerMixin:
             self.commit(hidden_states, input_batch, num_accepted=output[1])
         return output
 
-    def shutdown(self: Any) -> None:
+    def shutdown(self) -> None:
         if self.collector is not None:
             self.collector.writer.close()
         super().shutdown()
 
     def commit(
-        self: Any,
+        self,
         hidden_states: torch.Tensor,
         input_batch: Any,
         # [num_reqs] int32 rows on the accepted path, root included; 0: none

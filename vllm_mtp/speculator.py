@@ -23,11 +23,11 @@ from vllm_mtp import compat
 from vllm_mtp.attention.base import build_attn_state, set_state
 from vllm_mtp.buffers import build_tree_buffers
 from vllm_mtp.config import SettingsError
-from vllm_mtp.requests import needs_chain
 from vllm_mtp.kernels.tree_expand import expand_tree
 from vllm_mtp.kernels.tree_pack import pack_tree
 from vllm_mtp.kernels.tree_topk import build_topk_workspace, tree_topk
 from vllm_mtp.models import load_mtp_layer
+from vllm_mtp.requests import needs_chain
 
 logger = init_logger(__name__)
 
@@ -118,13 +118,14 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         wanted = kwargs.pop("num_speculative_tokens", None)
         if wanted is None:
             wanted = self.num_speculative_steps
-        # Upstream's draft prefill, and no chain steps after it: it ends in sample_draft.
+        # Upstream's draft prefill and no chain steps; it ends in sample_draft.
         super().propose(
             input_batch, *args, num_speculative_tokens=min(wanted, 1), **kwargs
         )
         if wanted > 0:
             self._draft_levels(input_batch, **kwargs)
-        return self.draft_tokens[: input_batch.num_reqs]
+        drafted: torch.Tensor = self.draft_tokens[: input_batch.num_reqs]
+        return drafted
 
     def sample_draft(
         self,

@@ -25,7 +25,6 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 from vllm_mtp.buffers import TreeBuffers
 from vllm_mtp.kernels.tree_verify import verify_tree
 
-
 Observer = Callable[[InputBatch, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Told of each pass: batch, tokens fed and drawn by logits row, number emitted."""
 
@@ -176,7 +175,7 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]
         counts = np.diff(batch.cu_num_logits_np)
         reqs_np = np.repeat(np.arange(batch.num_reqs), counts)
         reqs = torch.from_numpy(reqs_np).to(batch.cu_num_logits.device)
-        starts = batch.cu_num_logits[reqs].long()
+        starts: torch.Tensor = batch.cu_num_logits[reqs].long()
         return starts + self.tree.path[reqs, batch.expanded_local_pos.long()].long()
 
 

@@ -1,6 +1,6 @@
 """The worker that builds the tree runner; vLLM finds it through ``worker_cls``."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -19,16 +19,22 @@ def require_v2(worker: Any) -> None:
         )
 
 
-class TreeWorkerMixin:
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker as _Upstream
+else:
+    _Upstream = object
+
+
+class TreeWorkerMixin(_Upstream):  # type: ignore[misc]
     """Tree-aware attention backends for as long as the worker lives."""
 
-    def init_device(self: Any) -> None:
+    def init_device(self) -> None:
         require_v2(self)
         compat.install_backends(TREE_BACKENDS)
-        super().init_device()  # type: ignore[misc]
+        super().init_device()
 
-    def shutdown(self: Any) -> None:
-        super().shutdown()  # type: ignore[misc]
+    def shutdown(self) -> None:
+        super().shutdown()
         compat.remove_backends(TREE_BACKENDS)
         set_state(None)
 

@@ -6,6 +6,7 @@ latent space over the paged cache: whole prefills and causal rows in plain torch
 rows as prefix in torch plus the same Triton suffix kernel that runs on GPUs.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -68,11 +69,12 @@ class TreeCPUMLAImpl(TreeImplMixin, CPUMLAImpl):  # type: ignore[misc]
         q_nope, q_pe = self.split_query(q)
         query = torch.cat((q_nope, q_pe), dim=-1)
         starts = tree.query_start_loc.tolist()
-        lengths = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+        lengths = [b - a for a, b in itertools.pairwise(starts)]
         limit = min(MAX_ROWS, tree.max_suffix) if tree.role == "verify" else ANY_LENGTH
         num_short = next((r for r, n in enumerate(lengths) if n > limit), len(lengths))
         rows = starts[num_short]
         decode = attn_metadata.decode
+        out: torch.Tensor
         out, lse = self._attend(query, kv_cache, decode, tree, causal=False)
         if num_short < len(lengths):
             long_out, _ = self._attend(query, kv_cache, decode, tree, causal=True)

@@ -2,8 +2,8 @@
 
 Under ``TRITON_INTERPRET=1`` Triton runs kernels as Python over CPU tensors, so neither
 the compiler nor the launcher below is ever asked to work; they exist to be found.
-Source: ``triton.backends.compiler.BaseBackend`` and ``triton.backends.driver.DriverBase``
-of Triton 3.6 to 3.9.
+Source: ``BaseBackend`` of ``triton.backends.compiler`` and ``DriverBase`` of
+``triton.backends.driver``, Triton 3.6 to 3.9.
 """
 
 from types import FunctionType, ModuleType

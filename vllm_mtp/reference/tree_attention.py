@@ -40,7 +40,7 @@ def tree_suffix_attention(
     A row with no allowed suffix row and no prefix gives zeros. Slots whose bit is
     clear are never read, whatever they hold (NaN, -1, out of range).
     """
-    num_rows, num_heads, _ = query.shape
+    num_heads = query.shape[1]
     group = num_heads // key.shape[1]
     out = torch.zeros_like(prefix_out)
     for r in range(query_start_loc.shape[0] - 1):

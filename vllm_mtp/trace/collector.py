@@ -1,5 +1,6 @@
 """From the tensors of a verify pass to the trace's host arrays, without a sync."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -68,7 +69,7 @@ class TreeCollector:
 
         def finish() -> TreeStep:
             wait()
-            host = {name: tensor.numpy() for name, tensor in arrays.items()}
+            host: dict[str, Any] = {n: tensor.numpy() for n, tensor in arrays.items()}
             width = host["parents"].shape[1]
             return TreeStep(
                 step=step,
@@ -96,7 +97,7 @@ def _copy_to_host(
         copies[name] = copy.copy_(tensor, non_blocking=True)
     if not on_gpu:
         return copies, lambda: None
-    event = torch.cuda.Event()
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return copies, event.synchronize
 
@@ -104,7 +105,7 @@ def _copy_to_host(
 def _by_request(flat: Any, starts: Any, width: int) -> Any:
     """Logits rows as ``[num_reqs, width]``, zero where a request has fewer."""
     rows = np.zeros((len(starts) - 1, width), dtype=np.int64)
-    for r, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for r, (start, end) in enumerate(itertools.pairwise(starts)):
         rows[r, : end - start] = flat[start:end]
     return rows
 
