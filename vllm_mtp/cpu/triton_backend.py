@@ -25,7 +25,7 @@ def _refuse() -> NoReturn:
     )
 
 
-class InterpreterCompiler(BaseBackend):
+class InterpreterCompiler(BaseBackend):  # type: ignore[misc]
     """Never compiles."""
 
     @staticmethod
@@ -50,7 +50,7 @@ class InterpreterCompiler(BaseBackend):
         return {}
 
 
-class InterpreterDriver(DriverBase):
+class InterpreterDriver(DriverBase):  # type: ignore[misc]
     """Reports the CPU as the active device."""
 
     def __init__(self) -> None:
