@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from vllm_mtp.checkpoint.safetensors_file import CheckpointError, TensorEntry
 
-CHUNK_ELEMENTS = 4 * 2**20
-"""Elements converted at once: 16 MiB of float32."""
+CHUNK_ELEMENTS = 2**20
+"""Elements converted at once: 4 MiB of float32."""
 
 SOURCE_DTYPES = ("F8_E4M3", "F16", "F32")
 
@@ -50,7 +50,7 @@ def iter_bfloat16(
         count = min(step, rows - start)
         values = _read_rows(weight, start, count, columns)
         if scales is not None:
-            values = values * scales.expand(start, count, columns)
+            scales.apply(values, start)
         yield round_to_bfloat16(values).tobytes()
 
 
@@ -67,7 +67,7 @@ def _read_rows(
         offset=entry.offset + start * columns * size,
     )
     is_fp8 = entry.dtype == "F8_E4M3"
-    values = E4M3_VALUES[raw] if is_fp8 else raw.astype(np.float32)
+    values = E4M3_VALUES.take(raw) if is_fp8 else raw.astype(np.float32)
     return values.reshape(count, columns)
 
 
@@ -78,12 +78,14 @@ class _Scales:
     values: npt.NDArray[np.float32]
     tile: tuple[int, int]
 
-    def expand(self, start: int, count: int, columns: int) -> npt.NDArray[np.float32]:
-        """Return the scale of each element of some rows."""
-        rows = np.arange(start, start + count) // self.tile[0]
-        expanded: npt.NDArray[np.float32]
-        expanded = self.values[rows][:, np.arange(columns) // self.tile[1]]
-        return expanded
+    def apply(self, rows: npt.NDArray[np.float32], start: int) -> None:
+        """Multiply some rows of the weight, the first of index ``start``, in place."""
+        count, columns = rows.shape
+        scales = self.values[np.arange(start, start + count) // self.tile[0]]
+        for index in range(scales.shape[1]):
+            first = index * self.tile[1]
+            part = rows[:, first : min(first + self.tile[1], columns)]
+            np.multiply(part, scales[:, index : index + 1], out=part)
 
 
 def _read_scales(
@@ -123,5 +125,10 @@ def _read_scales(
 def round_to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     """Return the bits of the nearest bfloat16; ties go to even, NaN stays NaN."""
     bits = values.view(np.uint32)
-    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
-    return np.where(np.isnan(values), 0x7FC0, rounded).astype("<u2")
+    rounded = bits >> np.uint32(16)
+    odd = rounded & np.uint32(1)
+    odd += np.uint32(0x7FFF)
+    odd += bits
+    np.right_shift(odd, np.uint32(16), out=rounded)
+    rounded[np.isnan(values)] = 0x7FC0
+    return rounded.astype("<u2")

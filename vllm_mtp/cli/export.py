@@ -42,7 +42,11 @@ def export(
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    hidden = not console.is_terminal
+    with Progress(
+        *columns, console=console, transient=True, disable=hidden
+    ) as progress:
         task = progress.add_task("Writing", total=None)
         result = export_nextn(
             input_dir,

@@ -75,15 +75,25 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _root(
-    version: bool = typer.Option(False, "--version", help="Print the version."),
-) -> None:
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         from vllm_mtp import __version__
 
         typer.echo(__version__)
         raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False,
+        "--version",
+        help="Print the version.",
+        callback=_print_version,
+        is_eager=True,
+    ),
+) -> None:
+    """Options of ``vllm-mtp`` itself."""
 
 
 def main() -> None:
