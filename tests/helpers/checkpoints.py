@@ -226,3 +226,85 @@ def save_nextn(
 def write_config(folder: Path, config: dict[str, Any]) -> None:
     """Write ``config.json``."""
     (folder / "config.json").write_text(json.dumps(config))
+
+
+INT4_GROUP = 128
+INT4_CONFIGS: dict[str, dict[str, Any]] = {
+    "awq": {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": INT4_GROUP,
+        "zero_point": True,
+        "version": "gemm",
+    },
+    "gptq": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": INT4_GROUP,
+        "desc_act": False,
+        "sym": True,
+    },
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 4,
+                    "type": "int",
+                    "symmetric": True,
+                    "strategy": "group",
+                    "group_size": INT4_GROUP,
+                },
+            }
+        },
+    },
+}
+
+
+def to_int4(
+    tensors: dict[str, Tensor], method: str, part: str = "proj"
+) -> dict[str, Tensor]:
+    """Random 4-bit weights in the form of a method, for modules named ``part``."""
+    generator = torch.Generator().manual_seed(4)
+
+    def packed(*shape: int) -> Tensor:
+        low, high = -(2**31), 2**31 - 1
+        values = torch.randint(low, high, shape, generator=generator)
+        return values.to(torch.int32)
+
+    def scales(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator) * 0.01
+
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        kept = any(word in name for word in KEPT_PLAIN)
+        if part not in name or tensor.dim() != 2 or kept:
+            result[name] = tensor
+            continue
+        module = name.removesuffix("weight")
+        out, size = tensor.shape
+        groups = size // INT4_GROUP
+        if method == "awq":
+            new = {
+                "qweight": packed(size, out // 8),
+                "qzeros": packed(groups, out // 8),
+                "scales": scales(groups, out).half(),
+            }
+        elif method == "gptq":
+            new = {
+                "qweight": packed(size // 8, out),
+                "qzeros": torch.full((groups, out // 8), 0x77777777).to(torch.int32),
+                "scales": scales(groups, out).half(),
+                "g_idx": (torch.arange(size) // INT4_GROUP).to(torch.int32),
+            }
+        else:
+            new = {
+                "weight_packed": packed(out, size // 8),
+                "weight_scale": scales(out, groups).bfloat16(),
+                "weight_shape": torch.tensor([out, size]),
+            }
+        result |= {module + last: value for last, value in new.items()}
+    return result

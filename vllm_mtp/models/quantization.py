@@ -13,9 +13,16 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from vllm_mtp.checkpoint.plan import LoadPlan
+from vllm_mtp.checkpoint.plan import FUSED, LoadPlan
 from vllm_mtp.checkpoint.precision import Storage
 from vllm_mtp.config import SettingsError
+
+
+JOINED = {
+    fused.rpartition(".")[2]: [part.rpartition(".")[2] for part in parts]
+    for fused, parts in FUSED.items()
+}
+"""vLLM's joined modules, by the last part of their names."""
 
 
 def build_quant_config(
@@ -114,7 +121,21 @@ def follow_tensors(
     kind = type(base)
     mixed = type(f"{kind.__name__}ByTensor", (_FollowsTensors, kind), {})
     result: Any = object.__new__(mixed)
-    result.__dict__.update(base.__dict__)
+    number = hf_config.num_hidden_layers
+    for name, value in base.__dict__.items():
+        result.__dict__[name] = _rename_layer(value, plan.layer.index, number)
+    # vLLM's own MTP model has no such table; it leans on the target's.
+    result.packed_modules_mapping = base.packed_modules_mapping | JOINED
     result._plan = plan
-    result._prefix = f"model.layers.{hf_config.num_hidden_layers}."
+    result._prefix = f"model.layers.{number}."
     return result
+
+
+def _rename_layer(value: Any, stored: int, built: int) -> Any:
+    """Return a list of module names with the folder's layer index made the target's."""
+    if not isinstance(value, list) or stored == built:
+        return value
+    before, after = f"layers.{stored}.", f"layers.{built}."
+    return [
+        item.replace(before, after) if isinstance(item, str) else item for item in value
+    ]

@@ -11,6 +11,11 @@ from vllm_mtp.config import SettingsError
 
 SCALE = "weight_scale_inv"
 
+UNUSED = ".g_idx"
+"""GPTQ's activation order, which vLLM's kernels do not use and its MTP model lacks.
+
+Source: vLLM 0.32 and 0.33, QuantizationConfig.get_checkpoint_weight_mapper."""
+
 NOT_STORED = (
     "k_scale",
     "v_scale",
@@ -43,7 +48,7 @@ class LayerStream:
                 continue
             name = parts[1]
             self.seen.add(name)
-            if name in self.plan.skipped:
+            if name in self.plan.skipped or name.endswith(UNUSED):
                 continue
             _refuse_zeros(full_name, tensor)
             module, _, last = name.rpartition(".")
