@@ -253,7 +253,7 @@ def _check_key(key: str, value: Any) -> None:
         )
     known = [*OWN_KEYS, *PASSED_KEYS, *SGLANG_NAMES]
     nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
     raise SettingsError(
         f"mtp_tree: unknown setting {key!r}{hint} Known settings: "
         f"{', '.join(sorted(known))}."

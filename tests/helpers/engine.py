@@ -56,3 +56,17 @@ def generate(llm: Any, prompts: list[list[int]], params: Any) -> list[list[int]]
     inputs = [{"prompt_token_ids": p} for p in prompts]
     outputs = llm.generate(inputs, params, use_tqdm=False)
     return [list(o.outputs[0].token_ids) for o in outputs]
+
+
+def counters(llm: Any) -> dict[str, Any]:
+    """vLLM's ``spec_decode`` counters, without their prefix and without zero tails."""
+    found: dict[str, Any] = {}
+    for metric in llm.get_metrics():
+        if not metric.name.startswith("vllm:spec_decode_"):
+            continue
+        name = metric.name.removeprefix("vllm:spec_decode_")
+        values = getattr(metric, "values", None)
+        found[name] = getattr(metric, "value", None)
+        if values is not None:
+            found[name] = [v for v in values if v]
+    return found

@@ -1,0 +1,85 @@
+"""What cannot work is refused in one clear sentence before any weight loads."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.engine import CPU_SETTINGS, MODEL
+from vllm_mtp import compat
+from vllm_mtp.config import SettingsError
+
+
+def configure(speculative: dict[str, Any], **settings: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {k: v for k, v in CPU_SETTINGS.items() if k != "disable_log_stats"}
+    args = EngineArgs(
+        **{"model": str(MODEL), **known, **settings}, speculative_config=speculative
+    )
+    return args, args.create_engine_config()
+
+
+def tiny_copy(target: Path, **config: Any) -> str:
+    """The tiny model's folder with another config."""
+    shutil.copytree(MODEL, target)
+    fields = json.loads((target / "config.json").read_text())
+    for key, value in config.items():
+        if value is None:
+            fields.pop(key)
+        else:
+            fields[key] = value
+    (target / "config.json").write_text(json.dumps(fields))
+    return str(target)
+
+
+def test_the_option_becomes_mtp_with_a_worker_of_ours() -> None:
+    args, config = configure({"method": "mtp_tree", "topk": 2})
+    assert config.speculative_config.method == "mtp"
+    assert config.speculative_config.num_speculative_tokens == 7
+    assert config.parallel_config.worker_cls == compat.CPU_WORKER
+    assert compat.read_config(config).shape.topk == 2
+    # The user's words are still there, for a second call.
+    assert args.speculative_config == {"method": "mtp_tree", "topk": 2}
+
+
+def test_short_flags_ask_for_it_too() -> None:
+    _, config = configure(None, spec_method="mtp_tree", spec_tokens=3)  # type: ignore[arg-type]
+    assert compat.read_config(config).shape.num_nodes == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported"),
+        ({"worker_cls": "my.Worker"}, "Remove --worker-cls"),
+    ],
+)
+def test_unsupported_parallelism(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        configure({"method": "mtp_tree"}, **settings)
+
+
+@pytest.mark.parametrize("count", [0, None])
+def test_a_target_without_mtp_layer(tmp_path: Path, count: int | None) -> None:
+    model = tiny_copy(tmp_path / "m", num_nextn_predict_layers=count)
+    with pytest.raises(SettingsError, match="MTP layer"):
+        configure({"method": "mtp_tree"}, model=model)
+
+
+def test_several_mtp_layers(tmp_path: Path) -> None:
+    model = tiny_copy(tmp_path / "m", num_nextn_predict_layers=2)
+    with pytest.raises(SettingsError, match="num_nextn_predict_layers"):
+        configure({"method": "mtp_tree"}, model=model)
+
+
+@pytest.mark.parametrize("found", ["0.31.2", "0.34.0", None])
+def test_an_unsupported_vllm_is_refused_only_when_asked_for(
+    found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "vllm_version", lambda: found)
+    configure({"method": "mtp", "num_speculative_tokens": 2})
+    with pytest.raises(SettingsError, match=r"works with vLLM 0\.32\.x and 0\.33\.x"):
+        configure({"method": "mtp_tree"})
