@@ -60,7 +60,8 @@ def test_ragged_batch():
     """Catches: drafts of a prefilling request, a shortened tree, a row without drafts.
 
     In order: full tree, chunked prefill with placeholder drafts, prefill of 100 rows,
-    shortened tree, root only, idle row, tree on the first row past its prefill.
+    shortened tree, root only, idle row, tree on the first row past its prefill, several
+    rows without drafts.
     """
     results = check(
         TreeShape(3, 4, 7),
@@ -72,14 +73,16 @@ def test_ragged_batch():
             (4, 1, 1, 40, 20),
             (-1, 3, 3, 9, 0),
             (5, 8, 8, 20, 20),
+            (6, 8, 1, 70, 20),
         ],
     )
-    full, chunk, _, short, root, idle, first = results
+    full, chunk, _, short, root, idle, first, plain = results
     assert full[0] != list(range(50, 58))
     assert chunk == (list(range(5, 13)), [(2 << row) - 1 for row in range(8)])
     assert len(short[0]) == 5
     assert root == ([40], [1])
     assert idle == ([9, 10, 11], [1, 3, 7])
+    assert plain == (list(range(70, 78)), chunk[1])
     assert first[0][:2] == [20, 21]
     assert max(first[0]) < 27
 

@@ -10,7 +10,8 @@ from vllm_mtp.kernels.tree_topk import build_topk_workspace, tree_topk
 from vllm_mtp.reference.tree_topk import tree_topk as plain_topk
 
 LOGPROB_TOLERANCE = 2e-5
-"""Summing up to 5000 float32 exponentials in another order moves the log by less."""
+"""Summing up to 5000 float32 exponentials in another order, and noise that is off by up
+to 1e-5, move the log by less."""
 
 
 class Case:
@@ -22,9 +23,11 @@ class Case:
         self.num_reqs = num_reqs or logits.shape[0]
         slots = 2 * torch.arange(self.num_reqs)
         self.idx_mapping = slots.to(DEVICE)
-        self.temperature = torch.full((2 * self.num_reqs,), float("nan"))
-        self.temperature[slots] = torch.as_tensor(temperature).float()
-        self.temperature = self.temperature.to(DEVICE)
+        # Before the first slot lies a temperature that an idle row must not take.
+        wide = torch.full((2 * self.num_reqs + 1,), float("nan")).to(DEVICE)
+        wide[0] = 1.0
+        self.temperature = wide[1:]
+        self.temperature[slots] = torch.as_tensor(temperature).float().to(DEVICE)
         rng = np.random.default_rng(7)
         seeds = rng.integers(-(2**63), 2**63 - 1, 2 * self.num_reqs)
         self.seeds = torch.from_numpy(seeds).to(DEVICE)
@@ -124,16 +127,19 @@ def test_odd_row_stride():
     Case(wide.to(DEVICE)[::2, 3:1000], 4).check()
 
 
+# The interpreter is numpy, which speaks up about NaN and infinities.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_nan_and_infinities(temperature):
     """Catches: NaN winning a maximum or poisoning the sum; taken confused with -inf."""
     inf, nan = float("inf"), float("nan")
-    logits = torch.full((6, 700), -inf)
-    logits[0] = random_logits(1, 700)[0]
+    logits = torch.full((6, 1400), -inf)
+    logits[0] = random_logits(1, 1400)[0]
     logits[0, ::3] = nan
+    logits[0, 128:640] = nan
     logits[1] = nan
     logits[3, 650] = 1.0
-    logits[4] = random_logits(1, 700)[0]
+    logits[4] = random_logits(1, 1400)[0]
     logits[4, 5] = inf
     logits[5] = 0.0
     logits[5, ::2] = -0.0
@@ -141,9 +147,11 @@ def test_nan_and_infinities(temperature):
     assert ids[1].tolist() == ids[2].tolist() == [0, 1, 2, 3]
     assert (logprobs[1:3] == -inf).all()
     assert ids[3].tolist() == [650, 0, 1, 2]
-    assert logprobs[3].tolist() == [0.0, -inf, -inf, -inf]
+    assert abs(logprobs[3, 0]) <= LOGPROB_TOLERANCE
+    assert (logprobs[3, 1:] == -inf).all()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_lowest_float_beats_minus_infinity():
     """Catches: -inf replaced by the lowest float, which masks use as well."""
     logits = torch.full((1, 700), float("-inf"))

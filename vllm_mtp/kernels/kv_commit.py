@@ -202,7 +202,7 @@ def commit_kv(
         query_start_loc,
         WORD=_WORDS[layout.word_bytes],
         BLOCK=block,
-        num_warps=2,
+        num_warps=1,
     )
 
 

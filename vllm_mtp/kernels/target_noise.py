@@ -14,6 +14,7 @@ from vllm.triton_utils import tl, tldevice, triton
 # the noise itself is a function there, apart from the argmax.
 from vllm.v1.worker.gpu.sample.gumbel import (
     _log1p_neg_stable,
+    murmur3_hash32,
     murmur3_uniform32,
     murmur3_uniform64,
 )
@@ -66,7 +67,9 @@ def add_noise_fast(
         # The float64 noise is -log(-log(u)); its winners are near 1.
         u = (1.0 - murmur3_uniform64(seed, pos, tokens)).to(tl.float32)
     else:
-        u = murmur3_uniform32(seed, pos, tokens)
+        # murmur3_uniform32 without its detour for devices that cannot convert uint32.
+        bits = murmur3_hash32(seed, pos, tokens)
+        u = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
     series = u * (1.0 + u * (0.5 + u * (1.0 / 3 + u * (0.25 + u * 0.2))))
     # 2**-24, as upstream: u can round to 1.
     direct = -log_fast(tl.maximum(1.0 - u, 5.960464477539063e-08), FAST)
@@ -75,9 +78,12 @@ def add_noise_fast(
 
 
 @triton.jit
-def exp_fast(values, FAST: tl.constexpr):
-    """Exponential by the hardware's instruction alone, where there is one."""
-    return tldevice.fast_expf(values) if FAST else tl.exp(values)
+def exp_fast(values, shift, FAST: tl.constexpr):
+    """``exp(values - shift)`` in two instructions, where there are such; 0 for NaN."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    scaled = values * LOG2E - shift * LOG2E
+    powers = tldevice.exp2(scaled) if FAST else tl.exp2(scaled)
+    return tl.maximum(powers, 0.0)
 
 
 @triton.jit

@@ -130,12 +130,13 @@ def _scan_vocab_kernel(
                 other=float("-inf"),
             )
         values = logits.to(tl.float32)
-        values = tl.where(values == values, values, float("-inf"))
         if temperature > 0.0:
             values = add_noise_fast(
                 values, tokens, temperature, seed, pos, USE_FP64, FAST
             )
+        # A maximum leaves NaN out, unless there is nothing else.
         best = tl.max(values, axis=1)
+        best = tl.where(best == best, best, float("-inf"))
         tl.store(
             group_max_ptr + row * group_max_stride + groups,
             best,
@@ -144,15 +145,15 @@ def _scan_vocab_kernel(
         new_top = tl.maximum(top, best)
         # Keeps exp(-inf - shift) at 0 instead of NaN.
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        total *= exp_fast(top - shift, FAST)
-        total += tl.sum(exp_fast(values - shift[:, None], FAST), axis=1)
+        total *= exp_fast(top, shift, FAST)
+        total += tl.sum(exp_fast(values, shift[:, None], FAST), axis=1)
         top = new_top
         groups += TILE_GROUPS
         tokens = next_tokens
         logits = next_logits
     split_top = tl.max(top, axis=0)
     shift = tl.where(split_top == float("-inf"), 0.0, split_top)
-    split_sum = tl.sum(total * exp_fast(top - shift, FAST), axis=0)
+    split_sum = tl.sum(total * exp_fast(top, shift, FAST), axis=0)
     tl.store(split_max_ptr + row * split_stride + split, split_top)
     tl.store(split_sum_ptr + row * split_stride + split, split_sum)
 
@@ -233,8 +234,9 @@ def _merge_groups_kernel(
         values = add_noise(
             values.to(tl.float32), tokens, temperature, seed, pos, USE_FP64
         )
+    # Tokens behind the vocabulary are -inf and have the highest indices: since k <= V
+    # they come after all that are needed.
     keys = float_to_key(values)
-    keys = tl.where(tokens < vocab_size, keys, lowest_key(keys))
     best_tokens = tl.zeros([K_BLOCK], tl.int32)
     best_keys = tl.zeros([K_BLOCK], keys.dtype)
     for j in range(K):
@@ -359,7 +361,7 @@ def tree_topk(
         GROUP_BLOCK=triton.next_power_of_2(num_groups),
         SPLIT_BLOCK=triton.next_power_of_2(num_splits),
         USE_FP64=use_fp64,
-        num_warps=1 if k <= 8 else 4,
+        num_warps=4,
     )
 
 
