@@ -70,14 +70,17 @@ def make_config(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight -> float8_e4m3 and ``weight_scale_inv`` of 128 x 128 blocks."""
+def quantize(weight: Tensor, block_rows: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """Weight -> float8_e4m3 and ``weight_scale_inv`` of blocks of 128 columns."""
     rows, columns = weight.shape
-    scales = torch.ones(-(-rows // BLOCK), -(-columns // BLOCK))
+    scales = torch.ones(-(-rows // block_rows), -(-columns // BLOCK))
     out = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
-            at = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK)
+            at = (
+                slice(i * block_rows, (i + 1) * block_rows),
+                slice(j * BLOCK, (j + 1) * BLOCK),
+            )
             part = weight[at].float()
             scales[i, j] = part.abs().max().clamp(min=1e-6) / 448
             out[at] = (part / scales[i, j]).to(torch.float8_e4m3fn)
@@ -138,14 +141,15 @@ def make_layer(config: dict[str, Any], index: int, is_mtp: bool) -> dict[str, Te
     }
 
 
-def to_fp8(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def to_fp8(tensors: dict[str, Tensor], block_rows: int = BLOCK) -> dict[str, Tensor]:
     """The same tensors as DeepSeek's FP8 checkpoints store them."""
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.dim() != 2 or any(part in name for part in KEPT_PLAIN):
             result[name] = tensor
         else:
-            result[name], result[f"{name}_scale_inv"] = quantize(tensor)
+            quantized = quantize(tensor, block_rows)
+            result[name], result[f"{name}_scale_inv"] = quantized
     return result
 
 
