@@ -35,6 +35,7 @@ class Feature:
 
 _OWN_ROW = "depends on the row it is sampled at, and each row has its true position"
 _LATER = "applied to the emitted tokens, after the verify pass"
+_ANCESTORS = "looks back over prompt, output and the row's own ancestors"
 _HISTORY = (
     "depends on the tokens before a row, which vLLM reads as if rows were a chain"
 )
@@ -81,11 +82,11 @@ FEATURES = (
     ),
     Feature(
         "presence, frequency and repetition penalties",
-        ServedBy.CHAIN,
-        _HISTORY,
+        ServedBy.TREE,
+        _ANCESTORS,
         {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
     ),
-    Feature("bad_words", ServedBy.CHAIN, _HISTORY, {"bad_words": ["x"]}),
+    Feature("bad_words", ServedBy.TREE, _ANCESTORS, {"bad_words": ["x"]}),
     Feature(
         "structured output (JSON schema, regex, grammar)",
         ServedBy.CHAIN,
@@ -95,6 +96,7 @@ FEATURES = (
     Feature(
         "thinking_token_budget", ServedBy.CHAIN, _HISTORY, {"thinking_token_budget": 8}
     ),
+    Feature("custom logits processors", ServedBy.CHAIN, _HISTORY),
     Feature(
         "prompt being read (prefill), prompt_logprobs",
         ServedBy.NOTHING,

@@ -4,17 +4,13 @@ from typing import Any
 
 
 def needs_chain(params: Any) -> bool:
-    """Whether a request's ``SamplingParams`` depend on the tokens before a row.
+    """Whether a request's ``SamplingParams`` can only be served along a chain.
 
-    Upstream's code for these reads a row's history off the rows before it, which holds
-    for a chain only. Temperature, top-k, top-p, min-p, seed, logit bias, allowed
-    tokens, minimum length and log-probabilities depend on the row alone.
+    A grammar and a thinking budget walk the drafts in row order, one state after the
+    other. Everything else depends on a row alone, or on its ancestors, which
+    ``vllm_mtp.history`` finds in the tree.
     """
     return bool(
-        params.presence_penalty
-        or params.frequency_penalty
-        or params.repetition_penalty != 1.0
-        or params.bad_words
-        or params.structured_outputs is not None
+        params.structured_outputs is not None
         or getattr(params, "thinking_token_budget", None) is not None
     )

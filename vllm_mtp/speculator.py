@@ -44,6 +44,8 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         )
         self.tree_attn = build_attn_state(self.tree, self.max_num_reqs, device)
         set_state(self.tree_attn)
+        # Custom logits processors may read a row's history off the rows before it.
+        self.chains_only = bool(vllm_config.model_config.logits_processors)
         k = self.shape.topk
         self.topk_workspace = build_topk_workspace(
             self.max_num_reqs * k, self.vocab_size, device
@@ -100,7 +102,11 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
 
     def add_requests(self, requests: Iterable[tuple[int, Any]]) -> None:
         """Note which of the new ``(slot, sampling parameters)`` draft chains."""
-        slots = [(s, needs_chain(p)) for s, p in requests if p is not None]
+        slots = [
+            (s, self.chains_only or needs_chain(p))
+            for s, p in requests
+            if p is not None
+        ]
         if slots:
             index = torch.tensor([s for s, _ in slots])
             value = torch.tensor([chain for _, chain in slots])

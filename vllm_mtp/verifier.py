@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 )
 
 from vllm_mtp.buffers import TreeBuffers
+from vllm_mtp.history import make_history_tree_aware
 from vllm_mtp.kernels.tree_verify import verify_tree
 
 Observer = Callable[[InputBatch, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -39,6 +40,7 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]
         # The fused samplers draw from a noise of their own; only the Gumbel draw is a
         # function of request seed, position and token, which trees are coupled to.
         sampler.use_flashinfer = False
+        make_history_tree_aware(sampler, tree)
         self.tree = tree
         self.observer: Observer | None = None
 

@@ -17,7 +17,6 @@ from vllm_mtp.checkpoint.plan import FUSED, LoadPlan
 from vllm_mtp.checkpoint.precision import Storage
 from vllm_mtp.config import SettingsError
 
-
 JOINED = {
     fused.rpartition(".")[2]: [part.rpartition(".")[2] for part in parts]
     for fused, parts in FUSED.items()
