@@ -44,6 +44,9 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         )
         self.tree_attn = build_attn_state(self.tree, self.max_num_reqs, device)
         set_state(self.tree_attn)
+        # Draft with the noise of the target's sampler; off only to measure what it
+        # brings (benchmarks/acceptance.py).
+        self.coupled = True
         # Custom logits processors may read a row's history off the rows before it.
         self.chains_only = bool(vllm_config.model_config.logits_processors)
         k = self.shape.topk
@@ -165,7 +168,7 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
             self.tree.topk_ids,
             self.tree.topk_logprobs,
             idx_mapping,
-            self.temperature,
+            self.temperature if self.coupled else torch.zeros_like(self.temperature),
             self.seeds,
             positions,
             depth,

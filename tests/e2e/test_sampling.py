@@ -17,7 +17,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "top_k": {"temperature": 0.9, "top_k": 5},
     "top_p": {"temperature": 0.9, "top_p": 0.8},
     "min_p": {"temperature": 1.0, "min_p": 0.3},
-    "logit_bias": {"temperature": 0.0, "logit_bias": {"53": 3.0, "199": -100.0}},
+    "logit_bias": {"temperature": 0.0, "logit_bias": {53: 3.0, 199: -100.0}},
     "allowed_token_ids": {"temperature": 0.7, "allowed_token_ids": list(range(2, 500))},
     "min_tokens": {"temperature": 0.0, "min_tokens": 40, "stop_token_ids": [199]},
     "presence_penalty": {"temperature": 0.0, "presence_penalty": 1.0},
@@ -52,7 +52,8 @@ def run(llm: Any, names: list[str], tokens: int = TOKENS) -> dict[str, Any]:
         settings = {"seed": 17 + index, "max_tokens": tokens, **PARAMS[name]}
         params.append(SamplingParams(**settings))
     found = {}
-    for name, output in zip(names, llm.generate(inputs, params, use_tqdm=False)):
+    outputs = llm.generate(inputs, params, use_tqdm=False)
+    for name, output in zip(names, outputs, strict=True):
         found[name] = (
             [list(c.token_ids) for c in output.outputs],
             [_values(c.logprobs) for c in output.outputs],
