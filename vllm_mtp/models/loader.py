@@ -75,10 +75,8 @@ def make_plan(vllm_config: VllmConfig) -> LoadPlan | None:
         if not is_separate:
             return check_embedded_layer(folder, fields, declared_count(target_config))
         plan = check_draft_folder(folder, fields, target_config.max_model_len)
-        if target_folder is None:
-            return plan
-        target = open_checkpoint(target_folder)
-        return plan.with_own(find_own_copies(plan.layer, target.tensors))
+        target = open_checkpoint(target_folder).tensors if target_folder else {}
+        return plan.with_own(find_own_copies(plan.layer, target))
     except CheckpointError as error:
         raise SettingsError(f"mtp_tree: {error}") from error
 

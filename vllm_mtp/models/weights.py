@@ -22,8 +22,11 @@ NOT_STORED = (
     "q_scale",
     "prob_scale",
     "input_scale_ub",
+    "w13_bias",
+    "w2_bias",
 )
-"""Last names of parameters that checkpoints need not hold; vLLM has defaults."""
+"""Last names of parameters that checkpoints need not hold: vLLM has defaults, or, for
+the biases of 4-bit experts, drops them when none was loaded."""
 
 MAY_BE_ZERO = ("bias", "scale", "zero", "qzeros", "g_idx", "shape")
 """Parts of names of tensors that are zero in sound checkpoints too."""
