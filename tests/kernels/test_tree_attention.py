@@ -16,7 +16,13 @@ from tests.helpers.attention_case import (
     randn,
 )
 from tests.helpers.trees import DEVICE, chain_tree, random_tree, star_tree
-from vllm_mtp.kernels.paged_tree_attention import paged_tree_attention
+from vllm_mtp.kernels.paged_tree_attention import (
+    HALF,
+    MEDIUM,
+    NARROW,
+    WIDE,
+    paged_tree_attention,
+)
 from vllm_mtp.kernels.split_kv import choose_num_splits
 from vllm_mtp.kernels.tree_attention import tree_suffix_attention
 from vllm_mtp.reference import tree_attention as plain
@@ -59,10 +65,12 @@ def test_paged(name, splits, dtype):
 
 
 SHAPES = {
-    "page_below_tile": (16, {"BLOCK_M": 64, "BLOCK_N": 64, "V_SLICES": 1}),
-    "two_value_slices": (32, {"BLOCK_M": 128, "BLOCK_N": 32, "V_SLICES": 2}),
-    "slices_page_below_tile": (16, {"BLOCK_M": 64, "BLOCK_N": 32, "V_SLICES": 2}),
-    "small_tiles": (64, {"BLOCK_M": 16, "BLOCK_N": 32, "V_SLICES": 1}),
+    "narrow": (64, NARROW),
+    "half": (32, HALF),
+    "medium_page_below_tile": (16, MEDIUM),
+    "wide_prefetching": (64, WIDE),
+    "wide_page_below_tile": (16, WIDE),
+    "value_slices_pipelined": (32, {**WIDE, "BLOCK_M": 64, "num_stages": 2}),
 }
 
 
@@ -71,7 +79,7 @@ def test_paged_tile_shapes(shape):
     """Every tile shape that ``choose_config`` may pick computes the same."""
     page, config = SHAPES[shape]
     case = AttentionCase(*CASES["ragged"], DTYPES[0], page=page)
-    case.check(case.paged(num_splits=2, config={"num_warps": 8, **config}))
+    case.check(case.paged(num_splits=2, config=config))
 
 
 def test_strided_cache():
@@ -247,14 +255,14 @@ def test_fp8_cache():
     case.check(case.paged(num_splits=2, k_scale=k_scale), expected)
 
 
-@pytest.mark.parametrize("sms", [4, 132])
-def test_num_splits_stay_in_bounds(sms):
+@pytest.mark.parametrize("slots", [4, 132])
+def test_num_splits_stay_in_bounds(slots):
     """Partial results are bounded: about one program per SM, tens of MB."""
     for programs in (1, 2, 7, 32, 100, 128, 1024):
         for length in (0, 1, 1000, 12_288, 163_840):
-            splits = choose_num_splits(programs, length, sms)
-            assert 1 <= splits <= max(4, sms)
-            assert programs * splits <= max(4 * programs, sms)
+            splits = choose_num_splits(programs, length, slots)
+            assert 1 <= splits <= max(4, slots)
+            assert programs * splits <= max(4 * programs, slots)
 
 
 def test_wrong_calls_get_words():

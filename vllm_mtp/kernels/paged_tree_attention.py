@@ -27,8 +27,13 @@ from vllm_mtp.kernels.attention_common import (
     check_unit_stride,
     dot_dtype,
     load_suffix,
-    merge_scores,
     zero_not_finite,
+)
+from vllm_mtp.kernels.mla_tile import (
+    attend_tile,
+    load_blocks,
+    load_keys,
+    locate_tokens,
 )
 from vllm_mtp.kernels.split_kv import (
     choose_num_splits,
@@ -91,6 +96,7 @@ def _attend_split_kernel(
     WRITE_LSE: tl.constexpr,
     DTYPE: tl.constexpr,
     STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     """Grid ``(row tiles * V_SLICES, num_splits, num_reqs)``; one program attends one
     tile of (row, head) pairs to one split of the prefix and writes one slice of the
@@ -118,20 +124,22 @@ def _attend_split_kernel(
     rows = (row_start + local_rows).to(tl.int64)
     heads = pair % H
 
-    # The latent in two parts: this program's slice of the value, and the rest.
     OWN: tl.constexpr = DV // V_SLICES
     own = slice_id * OWN + tl.arange(0, OWN)
     rest = (1 - slice_id) * OWN + tl.arange(0, OWN)
-    pe = tl.arange(0, D_PE)
+    rope = tl.arange(0, D_PE)
+    columns = (own, rest, DV + rope)
     q_rows = q_ptr + rows * q_stride_row + heads * q_stride_head
     q_pe_rows = q_pe_ptr + rows * q_pe_stride_row + heads * q_pe_stride_head
     q_ok = row_ok[:, None]
     q_own = tl.load(q_rows[:, None] + own[None, :], mask=q_ok, other=0.0).to(DTYPE)
-    q_pe = tl.load(q_pe_rows[:, None] + pe[None, :], mask=q_ok, other=0.0).to(DTYPE)
+    q_rope = tl.load(q_pe_rows[:, None] + rope[None, :], mask=q_ok, other=0.0)
+    q_rope = q_rope.to(DTYPE)
     q_rest = q_own
     if V_SLICES == 2:
         q_rest = tl.load(q_rows[:, None] + rest[None, :], mask=q_ok, other=0.0)
         q_rest = q_rest.to(DTYPE)
+    query = (q_own, q_rest, q_rope)
 
     scale = scale * LOG2_E
     v_scale = 1.0
@@ -144,31 +152,42 @@ def _attend_split_kernel(
     l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
     acc = tl.zeros([BLOCK_M, OWN], tl.float32)
 
-    block_table = block_table_ptr + req.to(tl.int64) * block_table_stride
-    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        n = start + tl.arange(0, BLOCK_N)
-        n_ok = n < end
-        if PAGE % BLOCK_N == 0:
-            block = tl.load(block_table + start // PAGE).to(tl.int64)
-            base = block * kv_stride_block + (start % PAGE) * kv_stride_slot
-            kv_rows = kv_ptr + base + tl.arange(0, BLOCK_N) * kv_stride_slot
-        else:
-            block = tl.load(block_table + n // PAGE, mask=n_ok, other=0).to(tl.int64)
-            kv_rows = kv_ptr + block * kv_stride_block + (n % PAGE) * kv_stride_slot
-        k_ok = n_ok[:, None]
-        k = tl.load(kv_rows[:, None] + own[None, :], mask=k_ok, other=0.0).to(DTYPE)
-        k_pe = tl.load(kv_rows[:, None] + DV + pe[None, :], mask=k_ok, other=0.0)
-        scores = tl.dot(q_own, tl.trans(k), input_precision="ieee")
-        if V_SLICES == 2:
-            k_rest = tl.load(kv_rows[:, None] + rest[None, :], mask=k_ok, other=0.0)
-            k_rest = tl.trans(k_rest.to(DTYPE))
-            scores = tl.dot(q_rest, k_rest, scores, input_precision="ieee")
-        k_pe = tl.trans(k_pe.to(DTYPE))
-        scores = tl.dot(q_pe, k_pe, scores, input_precision="ieee")
-        scores = tl.where(n_ok[None, :], scores * scale, float("-inf"))
-        p, alpha, m, l = merge_scores(scores, m, l)  # noqa: E741
-        acc = acc * alpha[:, None]
-        acc = tl.dot(p.to(DTYPE), k, acc, input_precision="ieee")
+    table = block_table_ptr + req.to(tl.int64) * block_table_stride
+    strides = (kv_stride_block, kv_stride_slot)
+    n = tl.arange(0, BLOCK_N)
+    if PREFETCH:
+        # The next tile waits in registers while this one is computed: shared memory
+        # has no room for two, and a pipelined load would start only after the tile.
+        blocks = load_blocks(table, begin, end, PAGE, BLOCK_N)
+        first_ptr = locate_tokens(kv_ptr, strides, blocks, begin, PAGE, BLOCK_N)
+        own_next, rest_next, rope_next = load_keys(
+            first_ptr, begin + n < end, columns, V_SLICES
+        )
+        blocks = load_blocks(table, begin + BLOCK_N, end, PAGE, BLOCK_N)
+        for start in tl.range(begin, end, BLOCK_N, num_stages=1):
+            keys = (own_next.to(DTYPE), rest_next, rope_next)
+            after = start + BLOCK_N
+            keys_ptr = locate_tokens(kv_ptr, strides, blocks, after, PAGE, BLOCK_N)
+            own_next, rest_next, rope_next = load_keys(
+                keys_ptr, after + n < end, columns, V_SLICES
+            )
+            blocks = load_blocks(table, after + BLOCK_N, end, PAGE, BLOCK_N)
+            allowed = (start + n < end)[None, :]
+            m, l, acc = attend_tile(  # noqa: E741
+                query, keys, keys[0], allowed, scale, m, l, acc, V_SLICES, DTYPE
+            )
+    else:
+        for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+            blocks = load_blocks(table, start, end, PAGE, BLOCK_N)
+            keys_ptr = locate_tokens(kv_ptr, strides, blocks, start, PAGE, BLOCK_N)
+            own_k, rest_k, rope_k = load_keys(
+                keys_ptr, start + n < end, columns, V_SLICES
+            )
+            keys = (own_k.to(DTYPE), rest_k, rope_k)
+            allowed = (start + n < end)[None, :]
+            m, l, acc = attend_tile(  # noqa: E741
+                query, keys, keys[0], allowed, scale, m, l, acc, V_SLICES, DTYPE
+            )
 
     if split == 0:
         for first in tl.range(0, max_suffix, BLOCK_S, num_stages=1):
@@ -187,24 +206,14 @@ def _attend_split_kernel(
                 CAUSAL,
                 BLOCK_S,
             )
-            kv_rows = suffix_ptr + (slots // SUFFIX_PAGE) * suffix_stride_block
-            kv_rows += (slots % SUFFIX_PAGE) * suffix_stride_slot
-            k_ok = used[:, None]
-            k = tl.load(kv_rows[:, None] + own[None, :], mask=k_ok, other=0.0)
-            k = k.to(DTYPE)
-            k_pe = tl.load(kv_rows[:, None] + DV + pe[None, :], mask=k_ok, other=0.0)
-            scores = tl.dot(q_own, tl.trans(k), input_precision="ieee")
-            if V_SLICES == 2:
-                k_rest = tl.load(kv_rows[:, None] + rest[None, :], mask=k_ok, other=0.0)
-                k_rest = tl.trans(k_rest.to(DTYPE))
-                scores = tl.dot(q_rest, k_rest, scores, input_precision="ieee")
-            k_pe = tl.trans(k_pe.to(DTYPE))
-            scores = tl.dot(q_pe, k_pe, scores, input_precision="ieee")
-            scores = tl.where(allowed, scores * scale, float("-inf"))
-            p, alpha, m, l = merge_scores(scores, m, l)  # noqa: E741
-            acc = acc * alpha[:, None]
-            v = zero_not_finite(k)
-            acc = tl.dot(p.to(DTYPE), v, acc, input_precision="ieee")
+            keys_ptr = suffix_ptr + (slots // SUFFIX_PAGE) * suffix_stride_block
+            keys_ptr += (slots % SUFFIX_PAGE) * suffix_stride_slot
+            own_k, rest_k, rope_k = load_keys(keys_ptr, used, columns, V_SLICES)
+            keys = (own_k.to(DTYPE), rest_k, rope_k)
+            value = zero_not_finite(keys[0])
+            m, l, acc = attend_tile(  # noqa: E741
+                query, keys, value, allowed, scale, m, l, acc, V_SLICES, DTYPE
+            )
 
     acc = acc * (v_scale / tl.where(l == 0.0, 1.0, l))[:, None]
     out_rows = out_ptr + split * out_stride_split + rows * out_stride_row
@@ -218,12 +227,22 @@ def _attend_split_kernel(
         tl.store(lse_rows, lse, mask=row_ok)
 
 
+NARROW = {"BLOCK_M": 16, "BLOCK_N": 32, "V_SLICES": 1, "num_warps": 4, "num_stages": 3}
+HALF = {"BLOCK_M": 32, "BLOCK_N": 32, "V_SLICES": 1, "num_warps": 8, "num_stages": 3}
+MEDIUM = {"BLOCK_M": 64, "BLOCK_N": 64, "V_SLICES": 1, "num_warps": 8, "num_stages": 2}
+WIDE = {"BLOCK_M": 128, "BLOCK_N": 32, "V_SLICES": 2, "num_warps": 8, "num_stages": 1}
+"""Tile shapes; the last prefetches through registers. Chosen on an H200."""
+
+WIDE_FROM = 65
+
+
 def choose_config(num_pairs: int) -> dict[str, Any]:
     """Tile shape for ``num_pairs`` (row, head) pairs per request."""
-    if num_pairs <= 32:
-        rows = 16 if num_pairs <= 16 else 32
-        return {"BLOCK_M": rows, "BLOCK_N": 32, "V_SLICES": 1, "num_warps": 4}
-    return {"BLOCK_M": 64, "BLOCK_N": 64, "V_SLICES": 1, "num_warps": 8}
+    if num_pairs >= WIDE_FROM:
+        return WIDE
+    if num_pairs > 32:
+        return MEDIUM
+    return HALF if num_pairs > 16 else NARROW
 
 
 def paged_tree_attention(
@@ -278,14 +297,15 @@ def paged_tree_attention(
     out = q.new_empty(q.shape, dtype=out_dtype or q.dtype)
     if num_reqs == 0 or num_rows == 0:
         return out
-    launch = {"num_stages": 2, **choose_config(max_query_len * num_heads)}
-    launch.update(config or {})
+    launch = {**choose_config(max_query_len * num_heads), **(config or {})}
     stages = launch.pop("num_stages")
     tiles = triton.cdiv(max_query_len * num_heads, launch["BLOCK_M"])
     tiles *= launch["V_SLICES"]
     if num_splits is None:
+        # Two of the smallest tiles fit an SM.
+        per_sm = 2 if launch["BLOCK_M"] <= 16 else 1
         num_splits = choose_num_splits(
-            tiles * num_reqs, max_prefix_len, num_sms(q.device)
+            tiles * num_reqs, max_prefix_len, num_sms(q.device) * per_sm
         )
     unit = max(launch["BLOCK_N"], kv_cache.shape[1])
     if num_splits == 1:
@@ -337,6 +357,7 @@ def paged_tree_attention(
         WRITE_LSE=num_splits > 1,
         DTYPE=dot_dtype(out),
         STAGES=stages,
+        PREFETCH=stages == 1,
         **launch,
     )
     if num_splits > 1:

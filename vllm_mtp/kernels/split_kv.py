@@ -130,11 +130,11 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def choose_num_splits(num_programs: int, max_prefix_len: int, num_sms: int) -> int:
-    """Splits that leave the fewest waves of work, one program per SM and wave.
+def choose_num_splits(num_programs: int, max_prefix_len: int, slots: int) -> int:
+    """Splits that leave the fewest waves of work, ``slots`` programs at a time.
 
     Prefers few splits: each costs a partial result. Bounded by MIN_SPLIT tokens each.
     """
-    most = max(1, min(-(-max_prefix_len // MIN_SPLIT), num_sms // max(num_programs, 1)))
+    most = max(1, min(-(-max_prefix_len // MIN_SPLIT), slots // max(num_programs, 1)))
     few = range(1, max(most, 4) + 1) if max_prefix_len > 4 * MIN_SPLIT else (most,)
-    return min(few, key=lambda s: (-(-num_programs * s // num_sms) + 0.04 * s) / s)
+    return min(few, key=lambda s: (-(-num_programs * s // slots) + 0.04 * s) / s)
