@@ -285,10 +285,10 @@ def measure(b: Batch, one_row_us: float | None) -> dict[str, Any]:
 
 def grid(quick: bool) -> list[tuple[int, int, int, list[int]]]:
     """(batch, context, heads, rows) to measure."""
-    rows = [1, 8] if quick else [1, 4, 8, 16, 32]
+    rows = [1, 8] if quick else [1, 8, 16, 32]
     contexts = [1024, 12288] if quick else [1024, 4096, 12288, 32768]
-    small = [(n, c, 16, rows) for n in (1, 4, 16, 64) for c in contexts]
-    return small + [(n, c, 128, [1, 8]) for n in (1, 16) for c in contexts]
+    small = [(n, c, 16, rows) for n in (1, 16, 64, 4) for c in contexts]
+    return [(n, c, 128, [1, 8]) for n in (1, 16) for c in contexts] + small
 
 
 def installed(name: str) -> str | None:
@@ -308,6 +308,20 @@ def git_commit() -> str:
         check=False,
     )
     return os.environ.get("COMMIT") or found.stdout.strip() or "unknown"
+
+
+def write_record(path: str, table: list[dict[str, Any]]) -> None:
+    """Write what was measured so far, with where it comes from."""
+    names = ("torch", "triton", "vllm", "vllm-mtp")
+    record = {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": git_commit(),
+        "versions": {name: installed(name) for name in names},
+        "gpu": torch.cuda.get_device_name(),
+        "rows": table,
+    }
+    with open(path, "w") as file:
+        json.dump(record, file, indent=1)
 
 
 def main() -> None:
@@ -333,16 +347,7 @@ def main() -> None:
             print(" ".join(f"{k}={v}" for k, v in row.items()), flush=True)
         del caches, b
         torch.cuda.empty_cache()
-    names = ("torch", "triton", "vllm", "vllm-mtp")
-    record = {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": git_commit(),
-        "versions": {name: installed(name) for name in names},
-        "gpu": torch.cuda.get_device_name(),
-        "rows": table,
-    }
-    with open(args.output, "w") as file:
-        json.dump(record, file, indent=1)
+        write_record(args.output, table)
 
 
 if __name__ == "__main__":
