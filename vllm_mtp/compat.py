@@ -122,10 +122,11 @@ def _accept(
     parallel_config: Any,
 ) -> Any:
     """Validate everything that can be before weights load; prepare the processes."""
-    from vllm_mtp.startup import check_model, check_parallel
+    from vllm_mtp.startup import check_features, check_model, check_parallel
 
     check_vllm_version()
     parsed = _parse_settings(settings)
+    check_features(engine_args)
     check_parallel(parallel_config)
     check_model(model_config, parsed.vllm_config)
     if parsed.translated:

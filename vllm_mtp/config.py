@@ -66,6 +66,11 @@ class TreeShape:
             )
 
     @property
+    def is_tree(self) -> bool:
+        """Whether nodes can have siblings; a chain is verified like vLLM's own."""
+        return self.topk > 1
+
+    @property
     def num_rows(self) -> int:
         """Query rows a request brings to a verify pass: the root and N nodes."""
         return self.num_nodes + 1

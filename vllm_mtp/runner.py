@@ -78,7 +78,9 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
     def prepare_attn(self, input_batch: Any) -> Any:
         """Slots from linear positions as upstream, then tree positions and masks."""
         block_tables, slot_mappings = super().prepare_attn(input_batch)
-        self.tree_attn.verify_active = input_batch.num_draft_tokens > 0
+        has_drafts = input_batch.num_draft_tokens > 0
+        # The rows of a chain are causal and in place: stock attention, no commit.
+        self.tree_attn.verify_active = has_drafts and self.tree.shape.is_tree
         if self.tree_attn.verify_active:
             prepare_tree_rows(
                 self.tree,
@@ -100,7 +102,7 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
     ) -> Any:
         """Verify (``TreeVerifier``), then commit the accepted paths."""
         output = super().sample(hidden_states, input_batch, grammar_output)
-        if input_batch.num_draft_tokens > 0:
+        if self.tree_attn.verify_active:
             self.commit(hidden_states, input_batch, num_accepted=output[1])
         return output
 

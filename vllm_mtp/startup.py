@@ -14,6 +14,8 @@ def check_parallel(parallel_config: Any) -> None:
     unsupported = {
         "pipeline_parallel_size": "pipeline parallelism: other stages would need the "
         "accepted path to move their KV",
+        "data_parallel_size": "data parallelism: idle ranks would have to run the same "
+        "draft levels, which is not proven yet; start one server per replica instead",
         "prefill_context_parallel_size": "prefill context parallelism",
         "decode_context_parallel_size": "decode context parallelism: a tree's rows "
         "would lie on several ranks",
@@ -28,6 +30,25 @@ def check_parallel(parallel_config: Any) -> None:
     for name in ("enable_dbo", "enable_batch_sharded_sampling"):
         if getattr(parallel_config, name, False):
             raise SettingsError(f"mtp_tree: {name} is not supported. Remove it.")
+
+
+def check_features(engine_args: Any) -> None:
+    """Raise ``SettingsError`` for engine features that trees cannot serve yet."""
+    unsupported = {
+        "kv_transfer_config": "KV connectors may save a row's KV before the accepted "
+        "path is moved to its place",
+        "kv_offloading_size": "KV offloading may save a row's KV before the accepted "
+        "path is moved to its place",
+        "watermark_config": "watermarking draws its own tokens",
+        "return_sampling_mask": "sampling masks are made by the rejection sampler",
+        "enable_trace_replay": "trace replay forces one token per step",
+    }
+    for name, reason in unsupported.items():
+        if getattr(engine_args, name, None):
+            raise SettingsError(
+                f"mtp_tree: {name} is not supported ({reason}). Remove it, or use the "
+                "method mtp."
+            )
 
 
 def check_model(model_config: Any, settings: dict[str, Any]) -> None:

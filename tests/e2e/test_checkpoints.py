@@ -1,5 +1,6 @@
 """Drafts do not depend on where the MTP layer was stored, in the real engine."""
 
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tests.helpers.engine import counters, engine, generate, runner_of
+from tests.helpers.checkpoints import save_model
+from tests.helpers.engine import MODEL, counters, engine, generate, runner_of
 from tests.helpers.fp8_tiny import save_widened
 from tests.helpers.prompts import held_out
 from vllm_mtp.checkpoint.export import export_nextn
+from vllm_mtp.config import SettingsError
 
 TOKENS = 24
 LENGTHS = (12, 20, 33, 48)
@@ -117,3 +121,44 @@ def test_fp8_folder_beside_a_plain_target(
         embedded.accepted_per_step, rel=0.25
     )
     shutil.rmtree(draft)
+
+
+def save_without(folder: Path, part: str) -> Path:
+    """The tiny model without those tensors of its MTP layer that hold ``part``."""
+    config = json.loads((MODEL / "config.json").read_text())
+    prefix = f"model.layers.{config['num_hidden_layers']}."
+    tensors = load_file(MODEL / "model.safetensors")
+    kept = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not (name.startswith(prefix) and part in name)
+    }
+    return save_model(folder, config, kept)
+
+
+@pytest.mark.parametrize("part", ["", "mlp.experts", "eh_proj"])
+def test_missing_tensors_are_refused_in_the_front_end(
+    tmp_path: Path, part: str
+) -> None:
+    """C36, through the option itself and before any worker exists."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    target = save_without(tmp_path, part)
+    arguments = EngineArgs(
+        model=str(target),
+        speculative_config={"method": "mtp_tree"},
+        skip_tokenizer_init=True,
+    )
+    words = rf"\(model.layers.3\) of .* is incomplete: .*{part}"
+    with pytest.raises(SettingsError, match=words):
+        arguments.create_engine_config()
+
+
+def test_the_same_model_serves_without_speculation(tmp_path: Path) -> None:
+    from vllm import SamplingParams
+
+    target = save_without(tmp_path, "")
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with engine(model=str(target), skip_tokenizer_init=True) as llm:
+        [tokens] = generate(llm, held_out(1), params)
+    assert len(tokens) == 4

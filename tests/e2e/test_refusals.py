@@ -54,7 +54,9 @@ def test_short_flags_ask_for_it_too() -> None:
     ("settings", "words"),
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported"),
+        ({"data_parallel_size": 2}, "data_parallel_size=2 is not supported"),
         ({"worker_cls": "my.Worker"}, "Remove --worker-cls"),
+        ({"return_sampling_mask": True}, "return_sampling_mask is not supported"),
     ],
 )
 def test_unsupported_parallelism(settings: dict[str, Any], words: str) -> None:

@@ -118,7 +118,7 @@ class TreeBuilderMixin:
         if self.tree_role == "draft":
             return True
         if self._capturing:
-            return bool(common.max_query_len > 1)
+            return bool(common.max_query_len > 1) and state.shape.is_tree
         return state.verify_active
 
     def _build_tree(

@@ -1,0 +1,42 @@
+"""Degenerate trees and very short prompts."""
+
+import pytest
+
+from tests.e2e.test_ids import mtp_tree, sampling
+from tests.helpers.engine import engine, generate
+from tests.helpers.prompts import held_out
+
+SHORT = tuple(range(1, 11))
+"""Prompts of one token to more than the rows of a verify pass."""
+
+CORNERS = [(2, 2, 6), (4, 4, 52)]
+GRID = [
+    (steps, topk, nodes)
+    for steps in range(1, 5)
+    for topk in range(1, 5)
+    for nodes in sorted({steps, min(7, topk + (steps - 1) * topk**2)})
+    if nodes <= topk + (steps - 1) * topk**2
+]
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[list[int]]:
+    with engine(max_num_seqs=10) as llm:
+        return generate(llm, held_out(10, SHORT), sampling(10, (0.0, 0.8), 12))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [*CORNERS, *(pytest.param(s, marks=pytest.mark.slow) for s in GRID)],
+    ids=str,
+)
+def test_short_prompts_in_any_shape(
+    shape: tuple[int, int, int], reference: list[list[int]]
+) -> None:
+    """A request is verified by its state, never by its length: ten prompts of one to
+    ten tokens together, so that some still decode while others are read."""
+    with engine(mtp_tree(*shape), max_num_seqs=10) as llm:
+        ids = generate(llm, held_out(10, SHORT), sampling(10, (0.0, 0.8), 12))
+        assert ids == reference
+        alone = generate(llm, held_out(3, SHORT)[2:], sampling(3, (0.0,), 12)[2:])
+    assert alone == reference[2:3]

@@ -1,0 +1,46 @@
+"""The margin rule: where token ids may differ, and how much that proves."""
+
+from typing import Any
+
+BFLOAT16_LOGIT_TOLERANCE = 0.25
+"""Two roundings to bfloat16 of logits below 32, which are 0.125 apart there."""
+
+
+def unequal_beyond_ties(
+    reference_llm: Any,
+    prompts: list[list[int]],
+    reference: list[list[int]],
+    found: list[list[int]],
+    tolerance: float = BFLOAT16_LOGIT_TOLERANCE,
+) -> list[str]:
+    """Greedy outputs that differ for another reason than a floating-point tie.
+
+    At the first mismatch the common prefix is scored again without speculation: both
+    tokens must lie within ``tolerance`` of each other, in log-probability. Returns one
+    line per output that fails.
+    """
+    from vllm import SamplingParams
+
+    inputs, rows = [], []
+    for i, (ours, theirs) in enumerate(zip(found, reference, strict=True)):
+        if ours == theirs:
+            continue
+        first = next(
+            (j for j, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
+            None,
+        )
+        if first is None:
+            return [f"output {i}: lengths {len(ours)} and {len(theirs)}"]
+        inputs.append({"prompt_token_ids": prompts[i] + theirs[:first]})
+        rows.append((i, first, ours[first], theirs[first]))
+    if not rows:
+        return []
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
+    scored = reference_llm.generate(inputs, params, use_tqdm=False)
+    faults = []
+    for (i, first, ours_id, theirs_id), output in zip(rows, scored, strict=True):
+        top = {t: v.logprob for t, v in output.outputs[0].logprobs[0].items()}
+        gap = top.get(theirs_id, 0.0) - top.get(ours_id, float("-inf"))
+        if abs(gap) > tolerance:
+            faults.append(f"output {i}, token {first}: {gap:.3f} apart")
+    return faults
