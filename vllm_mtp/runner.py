@@ -16,6 +16,7 @@ from vllm_mtp import compat
 from vllm_mtp.kernels.kv_commit import build_kv_table, commit_kv, commit_rows
 from vllm_mtp.kernels.tree_rows import prepare_tree_rows
 from vllm_mtp.speculator import MTPTreeSpeculator
+from vllm_mtp.totals import AcceptanceTotals
 from vllm_mtp.verifier import TreeVerifier
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
         self.rejection_sampler = TreeVerifier(
             self.sampler, self.speculative_config, self.device, self.tree
         )
+        self.totals = AcceptanceTotals(self.device)
         self.collector = self._build_collector()
         if self.collector is not None:
             collect = functools.partial(self.collector.collect, self.tree)
@@ -102,6 +104,9 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
     ) -> Any:
         """Verify (``TreeVerifier``), then commit the accepted paths."""
         output = super().sample(hidden_states, input_batch, grammar_output)
+        if input_batch.num_draft_tokens > 0:
+            num_drafted = int((input_batch.num_draft_tokens_per_req > 0).sum())
+            self.totals.add(num_drafted, num_sampled=output[1])
         if self.tree_attn.verify_active:
             self.commit(hidden_states, input_batch, num_accepted=output[1])
         return output

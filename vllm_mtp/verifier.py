@@ -5,7 +5,7 @@ at: at every row the target's own sampler draws the token it would draw there wi
 speculation, and the walk follows the drawn tokens (docs/verification.md).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     RejectionSampler,
-    _iter_request_chunks,
     get_max_chunk_logits,
 )
 
@@ -117,7 +116,7 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]
 
     def _chunks(self, logits: torch.Tensor, batch: InputBatch) -> Any:
         limit = get_max_chunk_logits(logits.shape[1])
-        return _iter_request_chunks(batch.cu_num_logits_np, limit)
+        return request_chunks(batch.cu_num_logits_np.tolist(), limit)
 
     def _row_args(
         self,
@@ -179,6 +178,19 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]
         reqs = torch.from_numpy(reqs_np).to(batch.cu_num_logits.device)
         starts: torch.Tensor = batch.cu_num_logits[reqs].long()
         return starts + self.tree.path[reqs, batch.expanded_local_pos.long()].long()
+
+
+def request_chunks(starts: list[int], limit: int) -> Iterator[tuple[int, int]]:
+    """Ranges of whole requests of at most ``limit`` rows, or of one request.
+
+    ``starts`` is the first row of each request, and the number of rows at the end.
+    """
+    first = 0
+    for req in range(1, len(starts)):
+        if starts[req] - starts[first] > limit and req - 1 > first:
+            yield first, req - 1
+            first = req - 1
+    yield first, len(starts) - 1
 
 
 def _mask_drafts(
