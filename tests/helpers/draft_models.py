@@ -9,6 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.helpers.checkpoints import make_config
+
+NUM_EXPERTS = make_config()["n_routed_experts"]
+PREFIX = "model.layers.2."
+BLOCK = f"{PREFIX}mtp_block."
+EXPERTS = f"{BLOCK}mlp.experts.routed_experts."
+
 
 @contextlib.contextmanager
 def one_rank(folder: Path) -> Iterator[None]:
@@ -104,3 +111,67 @@ def layer_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
         if "embed_tokens" not in name and "head.head" not in name
         if not name.startswith("lm_head")
     }
+
+
+def dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Dtype of each weight that can be quantised, by module."""
+    return {
+        name.removeprefix(BLOCK).removesuffix(".weight"): parameter.dtype
+        for name, parameter in layer_parameters(model).items()
+        if name.startswith(BLOCK)
+        and name.endswith(("_proj.weight", "w13_weight", "w2_weight"))
+    }
+
+
+def assert_holds(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """The loaded parameters are the stored tensors, joined as vLLM joins them."""
+    found = layer_parameters(model)
+
+    def same(parameter: str, *names: str) -> None:
+        expected = torch.cat([tensors[PREFIX + name] for name in names])
+        assert equal(found[parameter], expected), parameter
+
+    attention = "self_attn."
+    for last in ("weight", "weight_scale_inv"):
+        if f"{PREFIX}{attention}o_proj.{last}" not in tensors:
+            continue
+        same(
+            f"{BLOCK}{attention}fused_qkv_a_proj.{last}",
+            f"{attention}q_a_proj.{last}",
+            f"{attention}kv_a_proj_with_mqa.{last}",
+        )
+        for name in ("q_b_proj", "kv_b_proj", "o_proj"):
+            same(f"{BLOCK}{attention}{name}.{last}", f"{attention}{name}.{last}")
+        shared = "mlp.shared_experts."
+        same(
+            f"{BLOCK}{shared}gate_up_proj.{last}",
+            f"{shared}gate_proj.{last}",
+            f"{shared}up_proj.{last}",
+        )
+        for expert in range(NUM_EXPERTS):
+            stored = f"{PREFIX}mlp.experts.{expert}."
+            gate_up = [
+                tensors[f"{stored}{part}_proj.{last}"] for part in ("gate", "up")
+            ]
+            down = tensors[f"{stored}down_proj.{last}"]
+            assert equal(found[f"{EXPERTS}w13_{last}"][expert], torch.cat(gate_up))
+            assert equal(found[f"{EXPERTS}w2_{last}"][expert], down)
+    for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"):
+        same(f"{PREFIX}{name}.weight", f"{name}.weight")
+    for name in ("input_layernorm.weight", "mlp.gate.e_score_correction_bias"):
+        same(f"{BLOCK}{name}", name)
+
+
+def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal bit for bit."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    return torch.equal(left.contiguous().view(torch.uint8), right.view(torch.uint8))
+
+
+def assert_same_parameters(left: nn.Module, right: nn.Module) -> None:
+    """Two loaded layers are equal bit for bit."""
+    ours, theirs = layer_parameters(left), layer_parameters(right)
+    assert ours.keys() == theirs.keys()
+    for name, parameter in ours.items():
+        assert equal(parameter, theirs[name].contiguous()), name

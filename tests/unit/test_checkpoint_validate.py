@@ -248,10 +248,16 @@ class TestNotChecked:
     def test_model_of_a_hub(self, target):
         assert validate_draft_checkpoint(target, "org/Model-NextN") is None
 
-    def test_random_weights(self, tmp_path):
+    def test_random_weights(self, target):
+        assert validate_draft_checkpoint(target, None, load_format="dummy") is None
+
+    def test_config_for_random_weights(self, tmp_path):
         write_config(tmp_path, CONFIG)
-        config = model_config(tmp_path)
-        assert validate_draft_checkpoint(config, None, load_format="dummy") is None
+        assert validate_draft_checkpoint(model_config(tmp_path), None) is None
+
+    def test_draft_folder_without_weights(self, tmp_path, target):
+        write_config(tmp_path, CONFIG)
+        refuse(target, tmp_path, "holds no .safetensors file")
 
 
 def test_no_torch_and_no_vllm_are_imported():

@@ -75,6 +75,14 @@ def open_checkpoint(folder: Path | str) -> Checkpoint:
     return Checkpoint(path, config, tensors)
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds weights in any form, readable here or not."""
+    suffixes = (".safetensors", *PICKLE_SUFFIXES)
+    return (folder / INDEX_NAME).exists() or any(
+        path.suffix in suffixes for path in folder.iterdir()
+    )
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the folder's ``config.json``."""
     if not folder.is_dir():

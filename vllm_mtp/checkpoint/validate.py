@@ -14,7 +14,12 @@ from vllm_mtp.checkpoint.compare import (
     check_positions,
     check_same_model,
 )
-from vllm_mtp.checkpoint.folder import Checkpoint, open_checkpoint, read_config
+from vllm_mtp.checkpoint.folder import (
+    Checkpoint,
+    has_weights,
+    open_checkpoint,
+    read_config,
+)
 from vllm_mtp.checkpoint.layer import StoredLayer, block_size, examine_layer
 from vllm_mtp.checkpoint.layout import find_mtp_layers
 from vllm_mtp.checkpoint.plan import LoadPlan, plan_load
@@ -64,7 +69,9 @@ def validate_draft_checkpoint(
             files are broken.
     """
     folder = Path(draft or model_config.model)
-    if load_format not in CHECKED_LOAD_FORMATS or not folder.is_dir():
+    unread = load_format not in CHECKED_LOAD_FORMATS or not folder.is_dir()
+    # A target without any weights is a config for random ones, or vLLM's to refuse.
+    if unread or (draft is None and not has_weights(folder)):
         logger.debug(
             "mtp_tree: %s is not checked before loading (load format %s)",
             folder,
