@@ -17,8 +17,6 @@ from tests.helpers.attention_case import (
 )
 from tests.helpers.trees import DEVICE, chain_tree, random_tree, star_tree
 from vllm_mtp.kernels.paged_tree_attention import (
-    HALF,
-    MEDIUM,
     NARROW,
     WIDE,
     paged_tree_attention,
@@ -66,11 +64,9 @@ def test_paged(name, splits, dtype):
 
 SHAPES = {
     "narrow": (64, NARROW),
-    "half": (32, HALF),
-    "medium_page_below_tile": (16, MEDIUM),
-    "wide_prefetching": (64, WIDE),
+    "narrow_page_below_tile": (16, NARROW),
+    "wide": (64, WIDE),
     "wide_page_below_tile": (16, WIDE),
-    "value_slices_pipelined": (32, {**WIDE, "BLOCK_M": 64, "num_stages": 2}),
 }
 
 

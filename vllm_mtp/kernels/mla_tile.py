@@ -1,8 +1,6 @@
 """Tiles of latent keys for MLA attention: how they are loaded and attended to.
 
-The latent has two parts, the program's own slice of the value and the rest; with the
-RoPE part a key is the tuple ``(own, rest, rope)``. With one value slice the slice is
-the whole latent and ``rest`` is not used.
+A key is the pair ``(latent, rope)``; its latent part is also the value.
 """
 
 # Kernels are not typed: Triton reads their annotations itself.
@@ -38,15 +36,13 @@ def locate_tokens(
 
 
 @triton.jit
-def load_keys(keys_ptr, ok, columns, V_SLICES: tl.constexpr):
-    """The parts of the keys at ``keys_ptr [N]``; zeros where not ``ok``."""
-    mask = ok[:, None]
-    own = tl.load(keys_ptr[:, None] + columns[0][None, :], mask=mask, other=0.0)
-    rest = own
-    if V_SLICES == 2:
-        rest = tl.load(keys_ptr[:, None] + columns[1][None, :], mask=mask, other=0.0)
-    rope = tl.load(keys_ptr[:, None] + columns[2][None, :], mask=mask, other=0.0)
-    return own, rest, rope
+def load_keys(keys_ptr, ok, DV: tl.constexpr, D_PE: tl.constexpr):
+    """``(latent, rope)`` of the keys at ``keys_ptr [N]``; zeros where not ``ok``."""
+    d = tl.arange(0, DV)
+    pe = DV + tl.arange(0, D_PE)
+    latent = tl.load(keys_ptr[:, None] + d[None, :], mask=ok[:, None], other=0.0)
+    rope = tl.load(keys_ptr[:, None] + pe[None, :], mask=ok[:, None], other=0.0)
+    return latent, rope
 
 
 @triton.jit
@@ -59,18 +55,12 @@ def attend_tile(
     m,
     l,  # noqa: E741
     acc,
-    V_SLICES: tl.constexpr,
-    DTYPE: tl.constexpr,
 ):
     """Fold one tile of keys into the running softmax: ``(m, l, acc)``."""
     scores = tl.dot(query[0], tl.trans(keys[0]), input_precision="ieee")
-    if V_SLICES == 2:
-        rest = tl.trans(keys[1].to(DTYPE))
-        scores = tl.dot(query[1], rest, scores, input_precision="ieee")
-    rope = tl.trans(keys[2].to(DTYPE))
-    scores = tl.dot(query[2], rope, scores, input_precision="ieee")
+    scores = tl.dot(query[1], tl.trans(keys[1]), scores, input_precision="ieee")
     scores = tl.where(allowed, scores * scale, float("-inf"))
     p, alpha, m, l = merge_scores(scores, m, l)  # noqa: E741
     acc = acc * alpha[:, None]
-    acc = tl.dot(p.to(DTYPE), value, acc, input_precision="ieee")
+    acc = tl.dot(p.to(value.dtype), value, acc, input_precision="ieee")
     return m, l, acc

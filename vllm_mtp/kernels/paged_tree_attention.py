@@ -6,10 +6,9 @@ programs (flash-decoding); the first split of a request also attends to the suff
 second kernel merges the splits by log-sum-exp.
 
 Work per tile and key: ``2 * BLOCK_M * (Dk + Dv)`` operations. A float32 accumulator of
-128 rows by 512 does not fit an SM's registers, hence two shapes: 64 rows with all of
-the value, or 128 rows with half of it (``V_SLICES = 2``), each program computing the
-scores anew. The partial results, ``(Dv + 1) * 4`` bytes per (row, head) and split, stay
-in L2 at the usual sizes.
+64 rows by 512 fills half of an SM's registers and shared memory holds the query and two
+tiles of 64 keys, so an SM runs one program of 8 warps. The partial results,
+``(Dv + 1) * 4`` bytes per (row, head) and split, stay in L2 at the usual sizes.
 """
 
 # Kernels are not typed: Triton reads their annotations itself.
@@ -86,7 +85,6 @@ def _attend_split_kernel(
     DV: tl.constexpr,
     D_PE: tl.constexpr,
     SPLIT_UNIT: tl.constexpr,
-    V_SLICES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -96,17 +94,15 @@ def _attend_split_kernel(
     WRITE_LSE: tl.constexpr,
     DTYPE: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ):
-    """Grid ``(row tiles * V_SLICES, num_splits, num_reqs)``; one program attends one
-    tile of (row, head) pairs to one split of the prefix and writes one slice of the
-    value, normalised, and its base-2 log-sum-exp.
+    """Grid ``(row tiles, num_splits, num_reqs)``; one program attends one tile of
+    (row, head) pairs to one split of the prefix and writes the result, normalised, and
+    its base-2 log-sum-exp.
 
     Never reads: tokens past the prefix (split 0: suffix slots that no row of the tile
     attends to), block table entries past the prefix.
     """
-    slice_id = tl.program_id(0) % V_SLICES
-    first_pair = tl.program_id(0) // V_SLICES * BLOCK_M
+    first_pair = tl.program_id(0) * BLOCK_M
     split = tl.program_id(1)
     req = tl.program_id(2)
     row_start = tl.load(query_start_loc_ptr + req)
@@ -124,22 +120,14 @@ def _attend_split_kernel(
     rows = (row_start + local_rows).to(tl.int64)
     heads = pair % H
 
-    OWN: tl.constexpr = DV // V_SLICES
-    own = slice_id * OWN + tl.arange(0, OWN)
-    rest = (1 - slice_id) * OWN + tl.arange(0, OWN)
-    rope = tl.arange(0, D_PE)
-    columns = (own, rest, DV + rope)
-    q_rows = q_ptr + rows * q_stride_row + heads * q_stride_head
-    q_pe_rows = q_pe_ptr + rows * q_pe_stride_row + heads * q_pe_stride_head
+    d = tl.arange(0, DV)
+    pe = tl.arange(0, D_PE)
     q_ok = row_ok[:, None]
-    q_own = tl.load(q_rows[:, None] + own[None, :], mask=q_ok, other=0.0).to(DTYPE)
-    q_rope = tl.load(q_pe_rows[:, None] + rope[None, :], mask=q_ok, other=0.0)
-    q_rope = q_rope.to(DTYPE)
-    q_rest = q_own
-    if V_SLICES == 2:
-        q_rest = tl.load(q_rows[:, None] + rest[None, :], mask=q_ok, other=0.0)
-        q_rest = q_rest.to(DTYPE)
-    query = (q_own, q_rest, q_rope)
+    q_rows = q_ptr + rows * q_stride_row + heads * q_stride_head
+    q_latent = tl.load(q_rows[:, None] + d[None, :], mask=q_ok, other=0.0)
+    q_rows = q_pe_ptr + rows * q_pe_stride_row + heads * q_pe_stride_head
+    q_rope = tl.load(q_rows[:, None] + pe[None, :], mask=q_ok, other=0.0)
+    query = (q_latent.to(DTYPE), q_rope.to(DTYPE))
 
     scale = scale * LOG2_E
     v_scale = 1.0
@@ -150,44 +138,20 @@ def _attend_split_kernel(
         scale = scale * v_scale
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
-    acc = tl.zeros([BLOCK_M, OWN], tl.float32)
+    acc = tl.zeros([BLOCK_M, DV], tl.float32)
 
     table = block_table_ptr + req.to(tl.int64) * block_table_stride
     strides = (kv_stride_block, kv_stride_slot)
     n = tl.arange(0, BLOCK_N)
-    if PREFETCH:
-        # The next tile waits in registers while this one is computed: shared memory
-        # has no room for two, and a pipelined load would start only after the tile.
-        blocks = load_blocks(table, begin, end, PAGE, BLOCK_N)
-        first_ptr = locate_tokens(kv_ptr, strides, blocks, begin, PAGE, BLOCK_N)
-        own_next, rest_next, rope_next = load_keys(
-            first_ptr, begin + n < end, columns, V_SLICES
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        blocks = load_blocks(table, start, end, PAGE, BLOCK_N)
+        keys_ptr = locate_tokens(kv_ptr, strides, blocks, start, PAGE, BLOCK_N)
+        latent, rope = load_keys(keys_ptr, start + n < end, DV, D_PE)
+        keys = (latent.to(DTYPE), rope.to(DTYPE))
+        allowed = (start + n < end)[None, :]
+        m, l, acc = attend_tile(  # noqa: E741
+            query, keys, keys[0], allowed, scale, m, l, acc
         )
-        blocks = load_blocks(table, begin + BLOCK_N, end, PAGE, BLOCK_N)
-        for start in tl.range(begin, end, BLOCK_N, num_stages=1):
-            keys = (own_next.to(DTYPE), rest_next, rope_next)
-            after = start + BLOCK_N
-            keys_ptr = locate_tokens(kv_ptr, strides, blocks, after, PAGE, BLOCK_N)
-            own_next, rest_next, rope_next = load_keys(
-                keys_ptr, after + n < end, columns, V_SLICES
-            )
-            blocks = load_blocks(table, after + BLOCK_N, end, PAGE, BLOCK_N)
-            allowed = (start + n < end)[None, :]
-            m, l, acc = attend_tile(  # noqa: E741
-                query, keys, keys[0], allowed, scale, m, l, acc, V_SLICES, DTYPE
-            )
-    else:
-        for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-            blocks = load_blocks(table, start, end, PAGE, BLOCK_N)
-            keys_ptr = locate_tokens(kv_ptr, strides, blocks, start, PAGE, BLOCK_N)
-            own_k, rest_k, rope_k = load_keys(
-                keys_ptr, start + n < end, columns, V_SLICES
-            )
-            keys = (own_k.to(DTYPE), rest_k, rope_k)
-            allowed = (start + n < end)[None, :]
-            m, l, acc = attend_tile(  # noqa: E741
-                query, keys, keys[0], allowed, scale, m, l, acc, V_SLICES, DTYPE
-            )
 
     if split == 0:
         for first in tl.range(0, max_suffix, BLOCK_S, num_stages=1):
@@ -208,41 +172,33 @@ def _attend_split_kernel(
             )
             keys_ptr = suffix_ptr + (slots // SUFFIX_PAGE) * suffix_stride_block
             keys_ptr += (slots % SUFFIX_PAGE) * suffix_stride_slot
-            own_k, rest_k, rope_k = load_keys(keys_ptr, used, columns, V_SLICES)
-            keys = (own_k.to(DTYPE), rest_k, rope_k)
+            latent, rope = load_keys(keys_ptr, used, DV, D_PE)
+            keys = (latent.to(DTYPE), rope.to(DTYPE))
             value = zero_not_finite(keys[0])
             m, l, acc = attend_tile(  # noqa: E741
-                query, keys, value, allowed, scale, m, l, acc, V_SLICES, DTYPE
+                query, keys, value, allowed, scale, m, l, acc
             )
 
     acc = acc * (v_scale / tl.where(l == 0.0, 1.0, l))[:, None]
     out_rows = out_ptr + split * out_stride_split + rows * out_stride_row
     out_rows += heads * out_stride_head
     tl.store(
-        out_rows[:, None] + own[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_ok
+        out_rows[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_ok
     )
-    if WRITE_LSE and slice_id == 0:
+    if WRITE_LSE:
         lse = tl.where(l == 0.0, float("-inf"), m + tl.log2(tl.maximum(l, 1e-38)))
         lse_rows = lse_ptr + split * lse_stride_split + rows * lse_stride_row + heads
         tl.store(lse_rows, lse, mask=row_ok)
 
 
-NARROW = {"BLOCK_M": 16, "BLOCK_N": 32, "V_SLICES": 1, "num_warps": 4, "num_stages": 3}
-HALF = {"BLOCK_M": 32, "BLOCK_N": 32, "V_SLICES": 1, "num_warps": 8, "num_stages": 3}
-MEDIUM = {"BLOCK_M": 64, "BLOCK_N": 64, "V_SLICES": 1, "num_warps": 8, "num_stages": 2}
-WIDE = {"BLOCK_M": 128, "BLOCK_N": 32, "V_SLICES": 2, "num_warps": 8, "num_stages": 1}
-"""Tile shapes; the last prefetches through registers. Chosen on an H200."""
-
-WIDE_FROM = 65
+NARROW = {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
+WIDE = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
+"""Tile shapes, chosen on an H200."""
 
 
 def choose_config(num_pairs: int) -> dict[str, Any]:
     """Tile shape for ``num_pairs`` (row, head) pairs per request."""
-    if num_pairs >= WIDE_FROM:
-        return WIDE
-    if num_pairs > 32:
-        return MEDIUM
-    return HALF if num_pairs > 16 else NARROW
+    return NARROW if num_pairs <= NARROW["BLOCK_M"] else WIDE
 
 
 def paged_tree_attention(
@@ -300,7 +256,6 @@ def paged_tree_attention(
     launch = {**choose_config(max_query_len * num_heads), **(config or {})}
     stages = launch.pop("num_stages")
     tiles = triton.cdiv(max_query_len * num_heads, launch["BLOCK_M"])
-    tiles *= launch["V_SLICES"]
     if num_splits is None:
         # Two of the smallest tiles fit an SM.
         per_sm = 2 if launch["BLOCK_M"] <= 16 else 1
@@ -357,7 +312,6 @@ def paged_tree_attention(
         WRITE_LSE=num_splits > 1,
         DTYPE=dot_dtype(out),
         STAGES=stages,
-        PREFETCH=stages == 1,
         **launch,
     )
     if num_splits > 1:
