@@ -77,9 +77,7 @@ def measure(config: tuple[str, int, dict[str, Any]], temperatures: list[float]) 
                     "method": name,
                     "nodes": nodes,
                     "accept_length": round(1 + sum(accepted) / drafts, 3),
-                    "accepted_per_depth": [
-                        round(a / drafts, 3) for a in accepted if a
-                    ],
+                    "accepted_per_depth": [round(a / drafts, 3) for a in accepted if a],
                 }
                 rows.append(row)
                 print(row, flush=True)
