@@ -8,6 +8,7 @@ On a machine without a GPU every kernel runs in Triton's interpreter: slowly, fo
 """
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -23,12 +24,12 @@ def main() -> None:
     args = parse_args()
     use_interpreter_without_gpu()
     settings = json.loads(args.speculative_config)
-    say = (lambda *words: None) if args.json else print
+    say = (lambda words: None) if args.json else functools.partial(print, flush=True)
     prompts = load_prompts(args)
 
-    say(f"Without speculation: {len(prompts)} prompts ...", flush=True)
+    say(f"Without speculation: {len(prompts)} prompts ...")
     plain = generate(args, prompts, None)
-    say(f"With {json.dumps(settings)} ...", flush=True)
+    say(f"With {json.dumps(settings)} ...")
     with tempfile.TemporaryDirectory() as folder:
         trace = str(Path(folder, "trace.jsonl"))
         tree = generate(args, prompts, {**settings, "trace": trace})
