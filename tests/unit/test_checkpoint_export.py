@@ -219,13 +219,15 @@ def test_ignore_lists_follow_the_layer(models, tmp_path):
         r"re:.*layers\.0\.mlp.*",
     ]
     assert found["modules_to_not_convert"] == ["model.layers.0.self_attn.kv_b_proj"]
-    assert check_draft_folder(tmp_path / "nextn", CONFIG).layer.index == 0
+    assert (
+        check_draft_folder(open_checkpoint(tmp_path / "nextn"), CONFIG).layer.index == 0
+    )
 
 
 def test_quantisation_that_is_no_object_is_left_alone(models):
     checkpoint = open_checkpoint(models["fp8"][0])
     checkpoint.config["quantization_config"] = "odd"
-    plan = check_draft_folder(models["fp8"][0], CONFIG)
+    plan = check_draft_folder(checkpoint, CONFIG)
     config = build_config(checkpoint, plan.layer, is_plain=False)
     assert config["quantization_config"] == "odd"
     checkpoint.config["quantization_config"] = FP8_CONFIG

@@ -20,6 +20,7 @@ from tests.helpers.draft_models import (
     make_vllm_config,
     one_rank,
 )
+from vllm_mtp.checkpoint.folder import open_checkpoint
 from vllm_mtp.checkpoint.validate import check_embedded_layer
 from vllm_mtp.config import SettingsError
 
@@ -42,7 +43,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture
 def plan(target):
-    return check_embedded_layer(target, CONFIG, 1)
+    return check_embedded_layer(open_checkpoint(target), CONFIG, 1)
 
 
 class TestStream:
@@ -83,7 +84,9 @@ class TestStream:
         name = f"{PREFIX}self_attn.q_a_proj.weight"
         tensors.pop(f"{name}_scale_inv")
         tensors[name] = TENSORS[name]
-        plan = check_embedded_layer(save_model(tmp_path, FP8, tensors), CONFIG, 1)
+        plan = check_embedded_layer(
+            open_checkpoint(save_model(tmp_path, FP8, tensors)), CONFIG, 1
+        )
         items = sorted(tensors.items(), reverse=reverse)
         found = dict(LayerStream(plan, 2).read(items))
         joined = f"{PREFIX}self_attn.kv_a_proj_with_mqa.weight"
@@ -179,7 +182,7 @@ class TestConfig:
         for mtp_fp8 in (False, True):
             tensors = make_model(CONFIG, fp8=True, mtp_fp8=mtp_fp8)
             folder = save_model(tmp_path / "m", FP8, tensors)
-            plan = check_embedded_layer(folder, CONFIG, 1)
+            plan = check_embedded_layer(open_checkpoint(folder), CONFIG, 1)
             hashes.add(derive_config(make_vllm_config(folder), plan).compute_hash())
         assert len(hashes) == 2
 
@@ -215,12 +218,12 @@ class TestWeightsWithoutFiles:
 
 
 class TestFindFolder:
-    def find(self, monkeypatch, **fields):
+    def find(self, monkeypatch, asked=(), **fields):
         from vllm_mtp.models import loader
 
         def download(name, cache, patterns, revision, ignore_patterns):
             assert (name, cache, revision) == ("org/model", "/cache", "main")
-            assert "*.safetensors" in patterns
+            asked.append(patterns)
             assert ignore_patterns == ["original/**/*"]
             return "/cache/model"
 
@@ -235,7 +238,10 @@ class TestFindFolder:
         assert self.find(monkeypatch, model=str(tmp_path)) == tmp_path
 
     def test_hub(self, monkeypatch):
-        assert self.find(monkeypatch, model="org/model") == Path("/cache/model")
+        asked = []
+        found = self.find(monkeypatch, asked, model="org/model")
+        assert found == Path("/cache/model")
+        assert asked == [["config.json"], ["*.safetensors"]]
 
     def test_object_store(self, monkeypatch, tmp_path):
         found = self.find(monkeypatch, model=str(tmp_path), model_weights="s3://x")
@@ -264,3 +270,24 @@ def test_models_is_imported_without_vllm():
 
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = vllm_mtp.models.nothing
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_model_of_a_hub_is_planned_once_it_is_there(
+    target, tmp_path, monkeypatch, separate
+):
+    """Named by an id, its files are read from where the download put them."""
+    from vllm_mtp.models import loader
+
+    draft = save_nextn(tmp_path, CONFIG, TENSORS) if separate else None
+    vllm_config = make_vllm_config(target, draft)
+    places = {"org/target": target, "org/draft": draft}
+    monkeypatch.setattr(
+        loader, "download_weights_from_hf", lambda name, *_, **__: places[name]
+    )
+    vllm_config.model_config.model = "org/target"
+    draft_config = vllm_config.speculative_config.draft_model_config
+    draft_config.model = "org/draft" if separate else "org/target"
+    plan = loader.make_plan(vllm_config)
+    assert plan.layer.index == (0 if separate else 2)
+    assert plan.is_separate is separate

@@ -94,14 +94,14 @@ def _name_kind(checkpoint: Checkpoint, has_layers: bool) -> str:
 
 def _judge(checkpoint: Checkpoint) -> tuple[bool, str]:
     """Return whether ``mtp_tree`` accepts a folder, and its reason or its plan."""
-    config, path = checkpoint.config, checkpoint.path
+    config = checkpoint.config
     is_target = "model.embed_tokens.weight" in checkpoint.tensors
     try:
         check_config_fields(checkpoint.path, checkpoint.config)
         if is_target and not checkpoint.is_nextn_folder:
-            plan = check_embedded_layer(path, config, config.get(COUNT))
+            plan = check_embedded_layer(checkpoint, config, config.get(COUNT))
             return True, f"drafts with {plan.describe()}"
-        plan = check_draft_folder(path, config)
+        plan = check_draft_folder(checkpoint, config)
     except CheckpointError as error:
         return False, f"refuses: {error}"
     return True, f'as "model" in --speculative-config: drafts with {plan.describe()}'

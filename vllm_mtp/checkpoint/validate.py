@@ -80,10 +80,11 @@ def validate_draft_checkpoint(
         return None
     target = config_fields(model_config.hf_config)
     try:
+        checkpoint = open_checkpoint(folder)
         if draft is None:
             count = declared_count(model_config)
-            return check_embedded_layer(folder, target, count)
-        return check_draft_folder(folder, target, model_config.max_model_len)
+            return check_embedded_layer(checkpoint, target, count)
+        return check_draft_folder(checkpoint, target, model_config.max_model_len)
     except CheckpointError as error:
         raise SettingsError(f"mtp_tree: {error}") from error
 
@@ -95,8 +96,10 @@ def config_fields(hf_config: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not missing}
 
 
-def declared_count(model_config: Any) -> Any:
+def declared_count(model_config: Any, folder: Path | None = None) -> Any:
     """Return how many MTP layers the target declares; None if it does not say.
+
+    ``folder`` is where its files are, if it was named by a hub's id.
 
     Transformers fills in 1 where ``config.json`` says nothing, so the file is read,
     and ``--hf-overrides`` after it.
@@ -104,27 +107,31 @@ def declared_count(model_config: Any) -> Any:
     overrides = getattr(model_config, "hf_overrides", None)
     if isinstance(overrides, Mapping) and COUNT in overrides:
         return overrides[COUNT]
-    return read_config(Path(model_config.model)).get(COUNT)
+    return read_config(folder or Path(model_config.model)).get(COUNT)
 
 
 def check_embedded_layer(
-    folder: Path, target: Mapping[str, Any], count: Any
+    checkpoint: Checkpoint, target: Mapping[str, Any], count: Any
 ) -> LoadPlan:
     """Check the MTP layer inside a target's checkpoint; return how it is loaded.
+
+    Args:
+        checkpoint: the target's.
+        target: fields of its config, see ``config_fields``.
+        count: how many MTP layers it declares.
 
     Raises:
         CheckpointError: see ``validate_draft_checkpoint``.
     """
-    checkpoint = open_checkpoint(folder)
     first = target["num_hidden_layers"]
     layers = find_mtp_layers(checkpoint, first)
-    _check_count(folder, count, list(layers), first)
+    _check_count(checkpoint.path, count, list(layers), first)
     tensors = layers.get(first, {})
     return _plan_layer(checkpoint, first, tensors, target, is_separate=False)
 
 
 def check_draft_folder(
-    folder: Path, target: Mapping[str, Any], max_model_len: int | None = None
+    checkpoint: Checkpoint, target: Mapping[str, Any], max_model_len: int | None = None
 ) -> LoadPlan:
     """Check the one MTP layer of a draft folder; return how it is loaded.
 
@@ -134,10 +141,9 @@ def check_draft_folder(
     Raises:
         CheckpointError: see ``validate_draft_checkpoint``.
     """
-    config = read_config(folder)
+    folder, config = checkpoint.path, checkpoint.config
     check_same_model(folder, config, target)
     check_positions(folder, config, max_model_len)
-    checkpoint = open_checkpoint(folder)
     layers = find_mtp_layers(checkpoint)
     first = min(layers, default=0)
     _check_count(folder, config.get(COUNT), list(layers), first)

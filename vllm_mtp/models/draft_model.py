@@ -86,7 +86,11 @@ def _without_copies(
 
 @contextlib.contextmanager
 def _shared_stand_ins(own: frozenset[str]) -> Iterator[None]:
-    """Make vLLM's model build ``SharedLater`` where the target's module will go."""
+    """Make vLLM's model build ``SharedLater`` where the target's module will go.
+
+    0.32, 0.33: ``DeepSeekMTP`` always allocates both (3.7 GB for DeepSeek-V3), and
+    ``load_eagle_model`` drops them after they were read. Can go when it does not.
+    """
     names = {EMBEDDING: "VocabParallelEmbedding", HEAD: "ParallelLMHead"}
     replaced = [names[name] for name in names if name not in own]
     originals = {name: getattr(deepseek_mtp, name) for name in replaced}

@@ -72,9 +72,11 @@ def make_plan(vllm_config: VllmConfig) -> LoadPlan | None:
         return None
     fields = config_fields(target_config.hf_config)
     try:
+        checkpoint = open_checkpoint(folder)
         if not is_separate:
-            return check_embedded_layer(folder, fields, declared_count(target_config))
-        plan = check_draft_folder(folder, fields, target_config.max_model_len)
+            count = declared_count(target_config, folder)
+            return check_embedded_layer(checkpoint, fields, count)
+        plan = check_draft_folder(checkpoint, fields, target_config.max_model_len)
         target = open_checkpoint(target_folder).tensors if target_folder else {}
         return plan.with_own(find_own_copies(plan.layer, target))
     except CheckpointError as error:
@@ -88,20 +90,25 @@ def _find_folder(model_config: ModelConfig, load_config: Any) -> Path | None:
         return None
     if Path(model_config.model).is_dir():
         return Path(model_config.model)
-    return Path(
-        download_weights_from_hf(
+    # vLLM takes the first pattern that a repository has, so one call for each.
+    for pattern in ("config.json", "*.safetensors"):
+        folder = download_weights_from_hf(
             model_config.model,
             load_config.download_dir,
-            ["*.safetensors", "*.json"],
+            [pattern],
             model_config.revision,
             ignore_patterns=load_config.ignore_patterns,
         )
-    )
+    return Path(folder)
 
 
 @contextlib.contextmanager
 def _our_architecture(vllm_config: VllmConfig) -> Iterator[None]:
-    """Let vLLM's loader build ``MTPDraftModel`` for the draft's config."""
+    """Let vLLM's loader build ``MTPDraftModel`` for the draft's config.
+
+    0.32, 0.33: ``load_eagle_model`` takes the class from the config's architecture, so
+    the name is lent for the time of the call. Can go when a class can be handed over.
+    """
     if ARCHITECTURE not in ModelRegistry.get_supported_archs():
         ModelRegistry.register_model(ARCHITECTURE, MTPDraftModel)
     hf_config = vllm_config.speculative_config.draft_model_config.hf_config
