@@ -67,7 +67,7 @@ class AcceptanceWatch:
         self.warned = True
         logger.warning(
             "mtp_tree: the target accepts next to none of the drafts: %.4f tokens per "
-            "step over the last %d steps (a matching MTP layer has 0.5 or more). The "
+            "step over %d counted steps (a matching MTP layer has 0.5 or more). The "
             "output is right, but drafting only costs time. Do the draft weights "
             "belong to this model? Run vllm-mtp inspect on the checkpoint, or remove "
             "--speculative-config.",

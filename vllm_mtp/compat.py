@@ -128,7 +128,7 @@ def _accept(
     parsed = _parse_settings(settings)
     check_features(engine_args)
     check_parallel(parallel_config)
-    check_model(model_config, parsed.vllm_config)
+    check_model(model_config, parsed.vllm_config, str(engine_args.load_format))
     if parsed.translated:
         logger.info(
             "mtp_tree: understood %s",

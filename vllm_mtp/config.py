@@ -127,7 +127,6 @@ PASSED_KEYS = (
     "draft_load_config",
     "draft_tensor_parallel_size",
     "disable_eagle_block_drop",
-    "enforce_eager",
 )
 """Keys handed to vLLM's own ``mtp`` unchanged."""
 
@@ -146,6 +145,10 @@ FIXED_KEYS: dict[str, tuple[Any, str]] = {
     "num_speculative_tokens_per_batch_size": (
         None,
         "draft counts by batch size are not supported with trees yet",
+    ),
+    "enforce_eager": (
+        None,
+        "vLLM's V2 runner does not read it; use --enforce-eager",
     ),
     "attention_backend": (
         None,

@@ -8,7 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 
 from vllm_mtp.buffers import TreeBuffers
 from vllm_mtp.kernels.tree_history import (
@@ -101,11 +104,14 @@ class TreeBadWords(_TreeProcessor):
 
 def make_history_tree_aware(sampler: Any, tree: TreeBuffers) -> None:
     """Swap the processors that look back; the sampler's other state stays."""
-    from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
-    from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
-
     stand_ins = {PenaltiesState: TreePenalties, BadWordsState: TreeBadWords}
     sampler.logits_processors = [
         stand_ins[type(p)](p, tree) if type(p) in stand_ins else p
         for p in sampler.logits_processors
     ]
+
+
+def has_foreign_processors(sampler: Any) -> bool:
+    """Whether logits processors run that are neither vLLM's own nor ours."""
+    known = (LogitBiasState, PenaltiesState, BadWordsState, _TreeProcessor)
+    return any(not isinstance(p, known) for p in sampler.logits_processors)

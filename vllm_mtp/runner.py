@@ -13,6 +13,9 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_mtp import compat
+from vllm_mtp.attention.base import TREE_BACKENDS, TreeBuilderMixin
+from vllm_mtp.config import SettingsError
+from vllm_mtp.history import has_foreign_processors
 from vllm_mtp.kernels.kv_commit import build_kv_table, commit_kv, commit_rows
 from vllm_mtp.kernels.tree_rows import prepare_tree_rows
 from vllm_mtp.speculator import MTPTreeSpeculator
@@ -41,6 +44,7 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
         self.rejection_sampler = TreeVerifier(
             self.sampler, self.speculative_config, self.device, self.tree
         )
+        self.speculator.chains_only = has_foreign_processors(self.sampler)
         self.totals = AcceptanceTotals(self.device)
         self.collector = self._build_collector()
         if self.collector is not None:
@@ -61,12 +65,26 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
+        self._require_tree_backends()
         caches, groups = compat.target_kv_layers(
             self.vllm_config,
             self.kv_cache_config,
             self.speculator.draft_attn_layer_names,
         )
         self.kv_table = build_kv_table(caches, groups)
+
+    def _require_tree_backends(self) -> None:
+        """Refuse a backend that would attend to tree rows as if they were a chain."""
+        if not self.tree.shape.is_tree:
+            return
+        for groups in self.attn_groups + self.speculator.attn_groups:
+            for group in groups:
+                if not isinstance(group.get_metadata_builder(), TreeBuilderMixin):
+                    raise SettingsError(
+                        f"mtp_tree: the attention backend {group.backend.get_name()} "
+                        "cannot attend to trees. Use --attention-backend with one of "
+                        f"{', '.join(TREE_BACKENDS)}, or topk=1 for chains."
+                    )
 
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)

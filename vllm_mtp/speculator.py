@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
@@ -47,8 +48,9 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         # Draft with the noise of the target's sampler; off only to measure what it
         # brings (benchmarks/acceptance.py).
         self.coupled = True
-        # Custom logits processors may read a row's history off the rows before it.
-        self.chains_only = bool(vllm_config.model_config.logits_processors)
+        # Set by the runner when logits processors of others are installed: they may
+        # read a row's history off the rows before it.
+        self.chains_only = False
         k = self.shape.topk
         self.topk_workspace = build_topk_workspace(
             self.max_num_reqs * k, self.vocab_size, device
@@ -111,9 +113,9 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
             if p is not None
         ]
         if slots:
-            index = torch.tensor([s for s, _ in slots])
-            value = torch.tensor([chain for _, chain in slots])
-            self.tree.chain_only[index.to(self.device)] = value.to(self.device)
+            index = async_tensor_h2d([s for s, _ in slots], device=self.device)
+            value = async_tensor_h2d([chain for _, chain in slots], device=self.device)
+            self.tree.chain_only[index] = value
 
     # --- the step -------------------------------------------------------------------
 

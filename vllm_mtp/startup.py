@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+from vllm_mtp.checkpoint.validate import validate_draft_checkpoint
 from vllm_mtp.config import SettingsError
 
 TARGET_MODEL_TYPES = ("deepseek_v3",)
@@ -51,7 +52,9 @@ def check_features(engine_args: Any) -> None:
             )
 
 
-def check_model(model_config: Any, settings: dict[str, Any]) -> None:
+def check_model(
+    model_config: Any, settings: dict[str, Any], load_format: str = "auto"
+) -> None:
     """Raise ``SettingsError`` unless the target has an MTP layer that can draft."""
     hf_config = model_config.hf_config
     model_type = getattr(hf_config, "model_type", None)
@@ -67,22 +70,14 @@ def check_model(model_config: Any, settings: dict[str, Any]) -> None:
             f"{layers}), so there is nothing to draft with. Use a checkpoint that "
             'ships one, or name a NextN folder with "model" in --speculative-config.'
         )
-    if layers is not None and layers > 1:
+    if settings.get("model") is None and layers is not None and layers > 1:
         raise SettingsError(
             f"mtp_tree: num_nextn_predict_layers={layers}; exactly one MTP layer is "
-            "supported, used again at each depth."
+            "supported, used again at each depth. Write one of them with vllm-mtp "
+            'export and name that folder with "model" in --speculative-config.'
         )
     draft = settings.get("model")
     for path in (model_config.model, draft):
         if path is not None and not os.path.isdir(path):
             return
-    check_checkpoint(model_config, draft)
-
-
-def check_checkpoint(model_config: Any, draft: str | None) -> None:
-    """Header-only check of the local folders; see ``vllm_mtp.checkpoint``."""
-    try:
-        from vllm_mtp.checkpoint.validate import validate_draft_checkpoint
-    except ImportError:
-        return
-    validate_draft_checkpoint(model_config, draft)
+    validate_draft_checkpoint(model_config, draft, load_format)

@@ -6,10 +6,10 @@ import torch
 
 from vllm_mtp.acceptance_watch import AcceptanceWatch
 
-EVERY = 16
+EVERY = 4
 """One verify pass in so many is counted: a rate needs no more."""
 
-READ_EVERY = 32
+READ_EVERY = 64
 """Counted passes between two copies to the host."""
 
 

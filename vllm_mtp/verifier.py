@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
@@ -175,7 +176,7 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]
         """For each logits row the row that takes its place in path order."""
         counts = np.diff(batch.cu_num_logits_np)
         reqs_np = np.repeat(np.arange(batch.num_reqs), counts)
-        reqs = torch.from_numpy(reqs_np).to(batch.cu_num_logits.device)
+        reqs = async_tensor_h2d(reqs_np, device=batch.cu_num_logits.device)
         starts: torch.Tensor = batch.cu_num_logits[reqs].long()
         return starts + self.tree.path[reqs, batch.expanded_local_pos.long()].long()
 
@@ -211,5 +212,5 @@ def _mask_drafts(
     placeholder = batch.is_prefilling_np & (drafts_per_req > 0)
     if placeholder.any():
         rows = np.repeat(placeholder, np.diff(batch.cu_num_logits_np))
-        drafted = drafted.masked_fill(torch.from_numpy(rows).to(fed.device), -1)
+        drafted = drafted.masked_fill(async_tensor_h2d(rows, device=fed.device), -1)
     return drafted

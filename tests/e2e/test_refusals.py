@@ -85,3 +85,16 @@ def test_an_unsupported_vllm_is_refused_only_when_asked_for(
     configure({"method": "mtp", "num_speculative_tokens": 2})
     with pytest.raises(SettingsError, match=r"works with vLLM 0\.32\.x and 0\.33\.x"):
         configure({"method": "mtp_tree"})
+
+
+def test_a_backend_that_knows_no_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: wrong tokens from a backend that takes tree rows for a chain."""
+    from tests.e2e.test_ids import mtp_tree
+    from tests.helpers.engine import engine
+
+    monkeypatch.setattr(compat, "install_backends", lambda paths: None)
+    with (
+        pytest.raises(Exception, match="CPU_MLA cannot attend to trees"),
+        engine(mtp_tree(2, 2, 3)),
+    ):
+        pass

@@ -28,7 +28,7 @@ def test_warns_once_with_the_measured_rate(watch, logs):
     assert not watch.update(10_000, 1)
     assert len(logs.records) == 1
     message = logs.records[0].getMessage()
-    assert "0.0050 tokens per step over the last 200 steps" in message
+    assert "0.0050 tokens per step over 200 counted steps" in message
     assert "vllm-mtp inspect" in message
 
 

@@ -19,4 +19,5 @@ def test_watch_hears_of_the_rate(
         for _ in range(2 * EVERY * (READ_EVERY + 1) * 8):
             totals.add(8, torch.tensor([emitted] * 8 + [0], dtype=torch.int32))
     said = [r for r in caplog.records if "accepts next to none" in r.message]
-    assert len(said) == warnings
+    # One record may reach the handler twice, through vLLM's logger and the root.
+    assert len({id(r) for r in said}) == warnings
