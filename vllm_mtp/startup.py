@@ -1,6 +1,5 @@
 """Refusals that need no weights: parallelism, model, draft checkpoint."""
 
-import os
 from typing import Any
 
 from vllm_mtp.checkpoint.validate import validate_draft_checkpoint
@@ -63,6 +62,8 @@ def check_model(
             f"mtp_tree: the target's model_type is {model_type!r}; supported: "
             f"{', '.join(TARGET_MODEL_TYPES)} (DeepSeek-V3, R1 and V3.1)."
         )
+    # Says most, where the files are local; what follows holds for models of a hub.
+    validate_draft_checkpoint(model_config, settings.get("model"), load_format)
     layers = getattr(hf_config, "num_nextn_predict_layers", None)
     if settings.get("model") is None and not layers:
         raise SettingsError(
@@ -76,8 +77,3 @@ def check_model(
             "supported, used again at each depth. Write one of them with vllm-mtp "
             'export and name that folder with "model" in --speculative-config.'
         )
-    draft = settings.get("model")
-    for path in (model_config.model, draft):
-        if path is not None and not os.path.isdir(path):
-            return
-    validate_draft_checkpoint(model_config, draft, load_format)
