@@ -1,0 +1,253 @@
+"""Tokens per second of no speculation, in-tree chains and trees; write JSON.
+
+    python -m benchmarks.serving.bench_serving --out benchmarks/results/NAME.json
+
+The model is the inflated one (``benchmarks.inflate``): DeepSeek-V3's cost, the trained
+tiny model's acceptance. One engine for each of ``--shapes`` serves all batch sizes,
+input lengths and temperatures. Prompts are held-out text and lie in the prefix cache;
+only steps in which the whole batch decodes are timed. The file is written after every
+engine; measurements already in it are kept, so a table can be filled in several runs.
+"""
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import write_record
+from benchmarks.inflate import Inflation
+from benchmarks.serving import proof
+from benchmarks.serving.cost import count_bytes
+from benchmarks.serving.decode import Window, decode, decode_rounds, same_share
+from benchmarks.serving.loader import open_inflator
+from benchmarks.serving.prompts import cut_windows
+from benchmarks.serving.report import Row, format_table, merge, summarize
+from benchmarks.serving.setup import (
+    CPU_SHAPE,
+    Workload,
+    fill_cache,
+    llm_settings,
+    write_model,
+)
+from benchmarks.serving.shapes import Shape
+from benchmarks.serving.stopwatch import KernelCount, Stopwatch
+from tests.helpers.engine import engine, runner_of
+
+SHAPES = (
+    "off chain:1 chain:2 chain:3 chain:4 tree:2,1,2 tree:3,1,3 "
+    "tree:2,2,3 tree:2,4,4 tree:3,2,5 tree:3,4,7 tree:4,4,12"
+)
+ROUNDS = {1: 6, 2: 4, 4: 3, 8: 2}
+"""Batches of other prompts that are run one after the other; elsewhere one."""
+
+PROFILED = (4, 12)
+"""First and last step whose kernels are counted."""
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--out", type=Path, required=True)
+    add("--shapes", nargs="+", default=SHAPES.split(), help="off, chain:N, tree:S,k,N")
+    add("--batches", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 128])
+    add("--inputs", type=int, nargs="+", default=[1024, 8192])
+    add("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
+    add("--sampled-batches", type=int, nargs="*", default=[1, 8, 32])
+    add("--tokens", type=int, default=64, help="new tokens a request, at most 128")
+    add("--layers", type=int, default=Inflation.num_hidden_layers)
+    add("--skip-above", type=int, default=2048, help="see Inflation.skip_above")
+    add("--corpus", type=Path, help="prompts from train.py's corpus")
+    add("--budget", type=float, default=1e9, help="seconds; start no engine beyond")
+    add("--profile", type=int, nargs="*", default=[], help="batches to take apart")
+    add("--prove", action="store_true", help="compare ids with the tiny model's")
+    add("--compile", action="store_true", help="torch.compile; slow with prompts")
+    return parser.parse_args()
+
+
+class Bench:
+    """Runs engines and keeps what they measured."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.args, self.folder = args, folder
+        self.begin = time.perf_counter()
+        self.on_gpu = torch.cuda.is_available()
+        # Compiled models take one way for all sizes.
+        skip_above = Inflation.skip_above if args.compile else args.skip_above
+        self.shape = (
+            Inflation(num_hidden_layers=args.layers, skip_above=skip_above)
+            if self.on_gpu
+            else CPU_SHAPE
+        )
+        batches = {*args.batches, *args.sampled_batches}
+        num_prompts = max(batch * ROUNDS.get(batch, 1) for batch in batches)
+        tokens = max(args.tokens, 80 if args.profile else 0)
+        self.workload = Workload(sorted(batches), args.inputs, num_prompts, tokens)
+        self.measured: list[Row] = []
+        self.extra: dict[str, Any] = {"engines": {}, "profile": {}, "proof": None}
+        if args.out.exists():
+            before = json.loads(args.out.read_text())
+            self.measured = before["measured"]
+            self.extra = {key: before[key] for key in self.extra}
+        self.reference: dict[tuple[Any, ...], list[list[int]]] = {}
+        write_model(folder, self.shape)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self.begin
+
+    def settings(self, speculation: Shape) -> dict[str, Any]:
+        """Arguments of ``LLM``."""
+        return llm_settings(
+            self.folder, self.shape, speculation, self.workload, self.args.compile
+        )
+
+    def run(self, speculation: Shape) -> None:
+        """Start one engine, measure all that was asked for, write."""
+        begin = time.perf_counter()
+        rows: list[Row] = []
+        with engine(speculation.speculative, **self.settings(speculation)) as llm:
+            if self.on_gpu:
+                fill_cache(llm)
+            started = time.perf_counter() - begin
+            if self.args.prove and speculation.family == "off":
+                self.prove(proof.generate(llm))
+            for length in self.args.inputs:
+                rows += self.measure(llm, speculation, length)
+            # Dropped here, or the next engine would find the memory taken.
+            del llm
+        gc.collect()
+        self.measured = merge(self.measured, rows)
+        total = time.perf_counter() - begin
+        times = {"start_s": round(started, 1), "total_s": round(total, 1)}
+        self.extra["engines"][speculation.name] = times
+        self.write()
+        print(
+            f"== {speculation.name}: {times}, {self.elapsed:.0f} s so far", flush=True
+        )
+
+    def write(self) -> None:
+        """Write everything measured so far and show the summary."""
+        config = open_inflator(self.folder).config
+        summary = summarize(self.measured)
+        write_record(
+            self.args.out,
+            summary,
+            bytes_read={n: count_bytes(self.shape, config, n) for n in (1, 8, 64, 512)},
+            measured=self.measured,
+            **self.extra,
+        )
+        print(format_table(summary), flush=True)
+
+    def measure(self, llm: Any, speculation: Shape, length: int) -> list[Row]:
+        """Rows of one input length."""
+        args = self.args
+        prompts = cut_windows(self.workload.num_prompts, length, args.corpus)
+        begin = time.perf_counter()
+        decode(llm, prompts, 0.0, 1)
+        print(
+            f"{speculation.name}: {len(prompts)} prompts of {length} cached in "
+            f"{time.perf_counter() - begin:.1f} s"
+        )
+        rows = []
+        for temperature in args.temperatures:
+            if not speculation.serves(temperature):
+                continue
+            for batch in args.sampled_batches if temperature else args.batches:
+                # The first replays and draws of a size are slower.
+                warm_up = 3 * speculation.num_steps + 4
+                decode(llm, prompts[:batch], temperature, warm_up)
+                rounds = ROUNDS.get(batch, 1)
+                window = decode_rounds(
+                    llm, prompts, batch, rounds, temperature, args.tokens
+                )
+                rows.append(self.row(speculation, temperature, length, batch, window))
+                print(*(f"{k}={v}" for k, v in rows[-1].items()), flush=True)
+        if self.on_gpu and length == min(args.inputs):
+            for batch in args.profile:
+                self.profile(llm, speculation, prompts[:batch])
+        return rows
+
+    def row(
+        self,
+        speculation: Shape,
+        temperature: float,
+        length: int,
+        batch: int,
+        window: Window,
+    ) -> Row:
+        """One measurement; ids are compared with those of ``off`` in the same run."""
+        key = (temperature, batch, length)
+        row = {
+            "shape": speculation.name,
+            "family": speculation.family,
+            "temperature": temperature,
+            "input_len": length,
+            "batch": batch,
+            "tok_s": round(window.tokens_per_second, 1),
+            "accept_length": round(window.accept_length, 3),
+            "step_ms": round(window.step_ms, 3),
+            "steps": window.steps,
+        }
+        if speculation.family == "off":
+            self.reference[key] = window.ids
+        elif key in self.reference:
+            row["same_as_off"] = round(same_share(window.ids, self.reference[key]), 3)
+        return row
+
+    def profile(self, llm: Any, speculation: Shape, prompts: list[list[int]]) -> None:
+        """Take the steps of one batch apart."""
+        tokens = (PROFILED[1] + 3) * (speculation.num_steps + 1)
+        watch = Stopwatch(runner_of(llm))
+        with watch.running():
+            window = decode(llm, prompts, 0.0, tokens)
+        kernels = KernelCount(*PROFILED)
+        decode(llm, prompts, 0.0, tokens, kernels.observe)
+        name = f"{speculation.name} batch {len(prompts)}"
+        found = {
+            "step_ms": round(window.step_ms, 3),
+            "parts": watch.report(),
+            "trace": kernels.report(),
+        }
+        self.extra["profile"][name] = found
+        print(name, json.dumps(found, indent=1), flush=True)
+
+    def prove(self, inflated: list[Any]) -> None:
+        """Compare with the tiny model's outputs, made before."""
+        self.extra["proof"] = proof.compare(inflated, self.tiny_outputs)
+        print("proof:", self.extra["proof"], flush=True)
+
+    def run_all(self) -> None:
+        """All engines, as far as the budget goes."""
+        if self.args.prove:
+            off = self.settings(Shape.parse("off"))
+            keep = ("attention_backend", "dtype", "max_num_batched_tokens")
+            settings = {key: off[key] for key in keep if key in off}
+            self.tiny_outputs = proof.run_tiny(**settings)
+        longest = 0.0
+        for name in self.args.shapes:
+            if self.elapsed + longest > self.args.budget:
+                print(f"no time left for {name}", flush=True)
+                continue
+            before = self.elapsed
+            self.run(Shape.parse(name))
+            longest = max(longest, self.elapsed - before)
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    args = parse_args()
+    for name in args.shapes:
+        Shape.parse(name)
+    with tempfile.TemporaryDirectory() as folder:
+        Bench(args, Path(folder)).run_all()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""From all measurements to one row per temperature, batch and input length."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+Row = dict[str, Any]
+KEYS = ("temperature", "input_len", "batch")
+
+
+def summarize(measured: Sequence[Row]) -> list[Row]:
+    """No speculation, the best in-tree chain and the best tree, side by side.
+
+    Trees of one branch are ``mtp_tree`` chains and count as trees.
+
+    A row: ``temperature``, ``input_len``, ``batch``, ``off_tok_s``, ``chain_tok_s``,
+    ``chain``, ``chain_accept_length``, ``tree_tok_s``, ``tree``,
+    ``tree_accept_length``, ``tree_over_off``, ``tree_over_chain``. What was not
+    measured is left out.
+    """
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in measured:
+        groups.setdefault(tuple(row[key] for key in KEYS), []).append(row)
+    summary = []
+    for key, rows in sorted(groups.items()):
+        line: Row = dict(zip(KEYS, key, strict=True))
+        for family in ("off", "chain", "tree"):
+            ours = [row for row in rows if row["family"] == family]
+            if not ours:
+                continue
+            best = max(ours, key=lambda row: row["tok_s"])
+            line[f"{family}_tok_s"] = best["tok_s"]
+            if family != "off":
+                line[family] = best["shape"].split(":", 1)[1]
+                line[f"{family}_accept_length"] = best["accept_length"]
+        for other in ("off", "chain"):
+            if "tree_tok_s" in line and f"{other}_tok_s" in line:
+                ratio = line["tree_tok_s"] / line[f"{other}_tok_s"]
+                line[f"tree_over_{other}"] = round(ratio, 3)
+        summary.append(line)
+    return summary
+
+
+def compare_loads(measured: Sequence[Row]) -> list[Row]:
+    """Greedy tokens/s by load; chain and tree are one shape each for all loads.
+
+    A row: ``batch``, ``input_len``, ``off``, ``chain``, ``tree``, ``auto``. The fixed
+    shapes are those with the best geometric mean over the loads that all have.
+    """
+    rates: dict[tuple[str, str], dict[tuple[int, int], float]] = {}
+    for row in measured:
+        if row["temperature"] == 0:
+            found = rates.setdefault((row["family"], row["shape"]), {})
+            found[row["batch"], row["input_len"]] = row["tok_s"]
+    loads = sorted(set.intersection(*map(set, rates.values()))) if rates else []
+    if not loads:
+        return []
+    best: dict[str, tuple[float, str]] = {}
+    for (family, shape), found in rates.items():
+        mean = statistics.geometric_mean(found[load] for load in loads)
+        best[family] = max(best.get(family, (0.0, "")), (mean, shape))
+    return [
+        {"batch": batch, "input_len": length}
+        | {f: rates[f, shape][batch, length] for f, (_, shape) in best.items()}
+        | {f"{f}_shape": shape for f, (_, shape) in best.items() if f != "off"}
+        for batch, length in loads
+    ]
+
+
+def merge(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
+    """All rows, the newer one where both have measured the same."""
+    rows = {(row["shape"], *(row[key] for key in KEYS)): row for row in [*old, *new]}
+    return list(rows.values())
+
+
+def format_table(summary: Sequence[Row]) -> str:
+    """The summary as text, one line a row."""
+    lines = [
+        f"{'T':>4} {'input':>6} {'batch':>5} {'off':>8} {'chain':>8} {'(N)':<16} "
+        f"{'tree':>8} {'(S,k,N)':<9} {'accept':>11} {'/off':>6} {'/chain':>6}"
+    ]
+    for row in summary:
+        accept = [row.get(f"{f}_accept_length", 0.0) for f in ("chain", "tree")]
+        lines.append(
+            f"{row['temperature']:>4} {row['input_len']:>6} {row['batch']:>5} "
+            f"{row.get('off_tok_s', 0):>8.0f} {row.get('chain_tok_s', 0):>8.0f} "
+            f"{row.get('chain', '-'):<16} {row.get('tree_tok_s', 0):>8.0f} "
+            f"{row.get('tree', '-'):<9} {accept[0]:>5.2f} {accept[1]:>5.2f} "
+            f"{row.get('tree_over_off', 0):>6.2f} {row.get('tree_over_chain', 0):>6.2f}"
+        )
+    return "\n".join(lines)

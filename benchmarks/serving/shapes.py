@@ -1,0 +1,70 @@
+"""Names of configurations: ``off``, ``chain:3``, ``tree:3,4,7``, ..."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One way to speculate, or none."""
+
+    name: str
+    family: str
+    """``off``, ``chain`` (vLLM's in-tree ``mtp``) or ``tree`` (``mtp_tree``)."""
+
+    num_steps: int
+    topk: int
+    num_nodes: int
+    speculative: dict[str, Any] | None
+
+    @classmethod
+    def parse(cls, name: str) -> "Shape":
+        """Understand ``off``, ``chain:N``, ``chain:N:probabilistic``, ``tree:S,k,N``.
+
+        Raises:
+            ValueError: for anything else.
+        """
+        family, *rest = name.split(":")
+        if family == "off" and not rest:
+            return cls(name, family, 0, 1, 0, None)
+        if family == "chain" and rest:
+            nodes = int(rest[0])
+            speculative: dict[str, Any] = {
+                "method": "mtp",
+                "num_speculative_tokens": nodes,
+            }
+            if rest[1:]:
+                speculative["draft_sample_method"] = rest[1]
+            return cls(name, family, nodes, 1, nodes, speculative)
+        if family == "tree" and len(rest) == 1 and rest[0].count(",") == 2:
+            steps, topk, nodes = map(int, rest[0].split(","))
+            speculative = {
+                "method": "mtp_tree",
+                "num_steps": steps,
+                "topk": topk,
+                "num_speculative_tokens": nodes,
+            }
+            return cls(name, family, steps, topk, nodes, speculative)
+        raise ValueError(
+            f"{name!r} is no configuration; use off, chain:N, chain:N:probabilistic or "
+            "tree:STEPS,TOPK,NODES"
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a request in a verify pass."""
+        return self.num_nodes + 1
+
+    def serves(self, temperature: float) -> bool:
+        """Whether it makes a difference to measure it at this temperature."""
+        return temperature > 0 or "probabilistic" not in self.name
+
+    def capture_sizes(self, batches: Sequence[int]) -> list[int]:
+        """Numbers of tokens whose graphs fit these batches without padding.
+
+        Verify passes have ``num_rows`` a request, a tree's draft levels ``topk``, a
+        chain's one.
+        """
+        rows = {self.num_rows, self.topk}
+        return sorted({batch * n for batch in batches for n in rows})
