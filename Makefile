@@ -30,10 +30,10 @@ demo: env
 	TRITON_INTERPRET=1 $(BIN)/python examples/offline_generate.py
 
 test: env lint
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m 'not slow'
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadscope -m 'not slow'
 
 test-all: env lint
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadscope
 
 lint: env
 	$(BIN)/ruff check .
