@@ -14,13 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.common import write_record
 from tests.helpers.engine import counters, engine, runner_of
 from tests.helpers.prompts import held_out
 
 STEPS = 3
 NUM_PROMPTS, NUM_TOKENS = 32, 128
-SETTINGS: dict[str, Any] = {
+GPU_SETTINGS: dict[str, Any] = {
     "attention_backend": None,
     "dtype": "bfloat16",
     "enforce_eager": True,
@@ -29,6 +31,9 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 4096,
     "kv_cache_memory_bytes": 2 << 30,
 }
+
+CPU_SETTINGS: dict[str, Any] = {"max_num_seqs": 16}
+"""Float32 and interpreted kernels otherwise, as in ``tests.helpers.engine``."""
 
 
 def chain(**settings: Any) -> dict[str, Any]:
@@ -59,7 +64,8 @@ def measure(config: tuple[str, int, dict[str, Any]], temperatures: list[float]) 
     """Rows of one engine; a coupled tree is also measured without its noise."""
     method, nodes, speculative = config
     rows = []
-    with engine(speculative, **SETTINGS) as llm:
+    settings = GPU_SETTINGS if torch.cuda.is_available() else CPU_SETTINGS
+    with engine(speculative, **settings) as llm:
         for name in variants(llm, method):
             for temperature in temperatures:
                 if temperature == 0 and name in ("chain_probabilistic", "tree_topk"):
