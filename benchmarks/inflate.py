@@ -170,7 +170,7 @@ class Inflator:
 
         Random routers that look away from it spread their rows evenly over experts.
         """
-        sys.path.append(str(TINY.parent))
+        sys.path.insert(0, str(TINY.parent))
         from checkpoint import load_model  # type: ignore[import-not-found]
         from model import attend_causally  # type: ignore[import-not-found]
 

@@ -14,6 +14,7 @@ import gc
 import json
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,11 @@ class Bench:
         num_prompts = max(batch * ROUNDS.get(batch, 1) for batch in batches)
         tokens = max(args.tokens, 80 if args.profile else 0)
         self.workload = Workload(sorted(batches), args.inputs, num_prompts, tokens)
+        # Cut before any engine starts, so that too little text is noticed at once.
+        self.prompts = {
+            length: cut_windows(num_prompts, length, args.corpus)
+            for length in args.inputs
+        }
         self.measured: list[Row] = []
         self.extra: dict[str, Any] = {"engines": {}, "profile": {}, "proof": None}
         if args.out.exists():
@@ -111,7 +117,6 @@ class Bench:
     def run(self, speculation: Shape) -> None:
         """Start one engine, measure all that was asked for, write."""
         begin = time.perf_counter()
-        rows: list[Row] = []
         with engine(speculation.speculative, **self.settings(speculation)) as llm:
             if self.on_gpu:
                 fill_cache(llm)
@@ -119,11 +124,13 @@ class Bench:
             if self.args.prove and speculation.family == "off":
                 self.prove(proof.generate(llm))
             for length in self.args.inputs:
-                rows += self.measure(llm, speculation, length)
+                rows = self.measure(llm, speculation, length)
+                self.measured = merge(self.measured, rows)
+                if self.on_gpu and length == min(self.args.inputs):
+                    for batch in self.args.profile:
+                        self.profile(llm, speculation, self.prompts[length][:batch])
             # Dropped here, or the next engine would find the memory taken.
             del llm
-        gc.collect()
-        self.measured = merge(self.measured, rows)
         total = time.perf_counter() - begin
         times = {"start_s": round(started, 1), "total_s": round(total, 1)}
         self.extra["engines"][speculation.name] = times
@@ -148,7 +155,7 @@ class Bench:
     def measure(self, llm: Any, speculation: Shape, length: int) -> list[Row]:
         """Rows of one input length."""
         args = self.args
-        prompts = cut_windows(self.workload.num_prompts, length, args.corpus)
+        prompts = self.prompts[length]
         begin = time.perf_counter()
         decode(llm, prompts, 0.0, 1)
         print(
@@ -169,9 +176,6 @@ class Bench:
                 )
                 rows.append(self.row(speculation, temperature, length, batch, window))
                 print(*(f"{k}={v}" for k, v in rows[-1].items()), flush=True)
-        if self.on_gpu and length == min(args.inputs):
-            for batch in args.profile:
-                self.profile(llm, speculation, prompts[:batch])
         return rows
 
     def row(
@@ -223,21 +227,30 @@ class Bench:
         self.extra["proof"] = proof.compare(inflated, self.tiny_outputs)
         print("proof:", self.extra["proof"], flush=True)
 
-    def run_all(self) -> None:
-        """All engines, as far as the budget goes."""
+    def run_all(self) -> list[str]:
+        """All engines, as far as the budget goes; return those that failed."""
         if self.args.prove:
             off = self.settings(Shape.parse("off"))
             keep = ("attention_backend", "dtype", "max_num_batched_tokens")
             settings = {key: off[key] for key in keep if key in off}
             self.tiny_outputs = proof.run_tiny(**settings)
-        longest = 0.0
+        longest, failed = 0.0, []
         for name in self.args.shapes:
             if self.elapsed + longest > self.args.budget:
                 print(f"no time left for {name}", flush=True)
                 continue
             before = self.elapsed
-            self.run(Shape.parse(name))
+            try:
+                self.run(Shape.parse(name))
+            except Exception as error:
+                # The others' numbers are worth having; their memory is needed.
+                traceback.print_exc()
+                traceback.clear_frames(error.__traceback__)
+                failed.append(name)
+                self.write()
+            gc.collect()
             longest = max(longest, self.elapsed - before)
+        return failed
 
 
 def main() -> None:
@@ -246,7 +259,9 @@ def main() -> None:
     for name in args.shapes:
         Shape.parse(name)
     with tempfile.TemporaryDirectory() as folder:
-        Bench(args, Path(folder)).run_all()
+        failed = Bench(args, Path(folder)).run_all()
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

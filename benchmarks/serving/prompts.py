@@ -17,7 +17,7 @@ def held_out_text(corpus: Path | None = None) -> np.ndarray:
     Args:
         corpus: What the tiny model's `train.py` saved, to read its held-out part.
     """
-    sys.path.append(str(TINY))
+    sys.path.insert(0, str(TINY))
     from data import EOS_ID, Corpus, iterate_files  # type: ignore[import-not-found]
     from tokenizers import Tokenizer
 
@@ -40,7 +40,8 @@ def cut_windows(count: int, length: int, corpus: Path | None = None) -> list[lis
     No two start at the same place, so that none shares cached blocks with another.
     """
     text = held_out_text(corpus)
-    starts = np.linspace(0, len(text) - length, count).astype(int)
+    room = len(text) - length
+    starts = np.linspace(0, max(room, 0), count).astype(int)
     if len(set(starts)) < count:
         raise ValueError(f"{len(text)} tokens of text are too few for {count} prompts")
     # Neighbours are alike; a fixed shuffle spreads them over the batches.

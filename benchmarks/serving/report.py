@@ -1,7 +1,14 @@
-"""From all measurements to one row per temperature, batch and input length."""
+"""From all measurements to one row per temperature, batch and input length.
 
+python -m benchmarks.serving.report OUT PART...   # parts measured side by side
+python -m benchmarks.serving.report OUT --loads benchmarks/results/load_h200.json
+"""
+
+import argparse
+import json
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
@@ -89,3 +96,38 @@ def format_table(summary: Sequence[Row]) -> str:
             f"{row.get('tree_over_off', 0):>6.2f} {row.get('tree_over_chain', 0):>6.2f}"
         )
     return "\n".join(lines)
+
+
+def join(records: Sequence[Row]) -> Row:
+    """One record of several: the first one's provenance, everybody's measurements."""
+    joined = dict(records[0])
+    commands = dict.fromkeys(record["command"] for record in records)
+    joined["command"] = " && ".join(commands)
+    for name in ("engines", "profile"):
+        joined[name] = {k: v for record in records for k, v in record[name].items()}
+    joined["proof"] = next((r["proof"] for r in records if r["proof"]), None)
+    joined["measured"] = merge([], [m for r in records for m in r["measured"]])
+    # Last, as in every record.
+    del joined["rows"]
+    return {**joined, "rows": summarize(joined["measured"])}
+
+
+def main() -> None:
+    """Join records, show the table, write the comparison by load."""
+    parser = argparse.ArgumentParser(description="Join and show serving records.")
+    parser.add_argument("out", type=Path, help="record; written if there are parts")
+    parser.add_argument("parts", type=Path, nargs="*", help="records to join")
+    parser.add_argument("--loads", type=Path, help="write greedy tokens/s by load")
+    args = parser.parse_args()
+    paths = args.parts or [args.out]
+    record = join([json.loads(path.read_text()) for path in paths])
+    if args.parts:
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(format_table(record["rows"]))
+    if args.loads:
+        loads = {**record, "rows": compare_loads(record["measured"])}
+        args.loads.write_text(json.dumps(loads, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -25,7 +25,7 @@ def inflator() -> Inflator:
 
 @pytest.fixture(scope="module", autouse=True)
 def examples() -> None:
-    sys.path.append(str(TINY.parent))
+    sys.path.insert(0, str(TINY.parent))
 
 
 def filled(inflator: Inflator, name: str, *shape: int) -> torch.Tensor:
