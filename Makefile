@@ -33,7 +33,7 @@ test: env lint
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadscope -m 'not slow'
 
 test-all: env lint
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadscope
+	VLLM_MTP_FULL_TESTS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadscope
 
 lint: env
 	$(BIN)/ruff check .
