@@ -33,13 +33,21 @@ def engine(speculative: dict[str, Any] | None = None, **settings: Any) -> Iterat
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    from vllm_mtp import compat
+    from vllm_mtp.attention.base import TREE_BACKENDS, set_state
+
     merged = {"model": str(MODEL), **CPU_SETTINGS, **settings}
-    llm = LLM(speculative_config=speculative, **merged)
     try:
-        yield llm
+        llm = LLM(speculative_config=speculative, **merged)
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
     finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
+        # Also where the start failed: the next engine in this process finds nothing.
+        compat.remove_backends(TREE_BACKENDS)
+        set_state(None)
         gc.collect()
         cleanup_dist_env_and_memory()
 
