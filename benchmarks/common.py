@@ -38,7 +38,9 @@ def command() -> str:
     """The command line, as one would type it in the repository's root."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     start = ["python", "-m", spec.name] if spec else ["python", sys.argv[0]]
-    return " ".join([*start, *sys.argv[1:]])
+    # Where the file was written says nothing about the numbers in it.
+    words = [Path(w).name if w.startswith("/") else w for w in sys.argv[1:]]
+    return " ".join([*start, *words])
 
 
 def write_record(
