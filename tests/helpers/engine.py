@@ -30,6 +30,7 @@ def engine(speculative: dict[str, Any] | None = None, **settings: Any) -> Iterat
     ``CPU_SETTINGS``.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import torch
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -37,6 +38,10 @@ def engine(speculative: dict[str, Any] | None = None, **settings: Any) -> Iterat
     from vllm_mtp.attention.base import TREE_BACKENDS, set_state
 
     merged = {"model": str(MODEL), **CPU_SETTINGS, **settings}
+    if torch.cuda.is_available():
+        # The KV pool is sized in bytes; this is only looked at when vLLM starts, and
+        # lets several engines share a GPU.
+        merged.setdefault("gpu_memory_utilization", 0.1)
     try:
         llm = LLM(speculative_config=speculative, **merged)
         try:

@@ -1,9 +1,12 @@
 """The attention mixins on stand-ins for vLLM: who sees which path, what is written."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
 
 from vllm_mtp.attention import base
 from vllm_mtp.attention.state import build_attn_state
@@ -36,6 +39,15 @@ class UpstreamBuilder:
         )
 
 
+class VarlenBuilder(base.TreeBuilderMixin, UpstreamBuilder):
+    """Of a backend that runs short prefills on its decode path upstream."""
+
+    query_len_support = QueryLenSupport.VARLEN
+
+    def build_rest(self, metadata, common, num_reqs, num_rows):
+        return None if num_reqs == metadata.num_decodes else (num_reqs, num_rows)
+
+
 class Builder(base.TreeBuilderMixin, UpstreamBuilder):
     pass
 
@@ -63,6 +75,11 @@ class Impl(base.TreeImplMixin, UpstreamImpl):
         return torch.zeros_like(q_nope), lse
 
 
+@dataclass
+class Metadata:
+    decode: Any
+
+
 @pytest.fixture
 def state():
     buffers = build_tree_buffers(SHAPE, NUM_REQS, 64, CPU)
@@ -77,6 +94,7 @@ def common(rows, seq_lens):
     starts = torch.tensor([0, *rows]).cumsum(0).int()
     return SimpleNamespace(
         query_start_loc=starts,
+        query_start_loc_cpu=starts,
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
         max_query_len=max(rows),
         max_seq_len=max(seq_lens),
@@ -92,11 +110,50 @@ def make_builder(role="verify"):
 
 
 def test_threshold_is_lowered_to_the_widest_tree_pass(state):
-    """Small prefills that upstream calls decodes (up to 512 rows) are prefills."""
+    """Where upstream's decode path takes no mix, longer requests are prefills."""
     assert make_builder().reorder_batch_threshold == SHAPE.num_rows
     assert make_builder().asked == (1, True)
     base.set_state(None)
     assert make_builder().reorder_batch_threshold == 512
+
+
+def test_short_prefills_stay_where_upstream_runs_them(state):
+    """Otherwise their KV rounds unlike a run without trees; they sit behind these."""
+    builder = VarlenBuilder()
+    builder._init_reorder_batch_threshold(512, False)
+    assert builder.reorder_batch_threshold == 512
+    state.verify_active = True
+    tree = builder.build(0, common([5, 5, 3], [45, 12, 3])).decode.tree
+    assert tree.rest is None
+    assert tree.max_query_len == 5
+    tree = builder.build(0, common([5, 3, 40], [45, 12, 90])).decode.tree
+    assert tree.rest == (2, 8)
+    assert (len(tree.prefix_lens), len(tree.row_masks)) == (2, 8)
+    assert tree.max_query_len == 5
+    assert tree.max_suffix == SHAPE.num_rows
+    tree = builder.build(0, common([6, 40, 3], [6, 90, 3])).decode.tree
+    assert tree.rest == (0, 0)
+
+
+def test_rows_behind_the_trees_take_the_stock_path(state):
+    """In front the tree path, behind it upstream's, in one output."""
+    q = (torch.randn(5, 2, LATENT), torch.randn(5, 2, ROPE))
+    tree = SimpleNamespace(
+        role="verify", active=True, row_masks=torch.zeros(3), rest="rest"
+    )
+    metadata = Metadata(decode=SimpleNamespace(tree=tree))
+
+    class Stock(UpstreamImpl):
+        def forward_mqa(self, q, kv_cache, metadata, layer):
+            assert metadata.decode == "rest"
+            return q[0] - 1, None
+
+    class Split(base.TreeImplMixin, Stock):
+        def forward_tree(self, q, kv_cache, tree, metadata, layer):
+            return q[0] + 1
+
+    out, _ = Split().forward_mqa(q, None, metadata, SimpleNamespace())
+    torch.testing.assert_close(out, torch.cat((q[0][:3] + 1, q[0][3:] - 1)))
 
 
 def test_verify_metadata(state):

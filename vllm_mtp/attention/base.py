@@ -14,6 +14,8 @@ Two kinds of passes use it:
   drafted KV never touches the paged cache.
 """
 
+import dataclasses
+import itertools
 from typing import Any
 
 import torch
@@ -54,6 +56,9 @@ class TreeBuilderMixin:
     attach_always = False
     """Attach (inactive) metadata to passes without drafts too."""
 
+    max_tree_rows = 1
+    """Rows of the widest tree pass, ``max(1 + N, k)``."""
+
     _capturing = False
 
     def _init_reorder_batch_threshold(
@@ -64,8 +69,10 @@ class TreeBuilderMixin:
     ) -> None:
         """Decode path for requests of up to ``max(1 + N, k)`` rows, of any mix.
 
-        Longer ones, which upstream may send down the decode path too, go to
-        ``forward_mha``.
+        A backend whose decode path takes any mix upstream keeps its own, higher
+        threshold, so that short prompts run, and round, as without trees; the rows
+        behind the trees are then described by ``tree.rest``. Elsewhere longer requests
+        that upstream may send down the decode path go to ``forward_mha``.
         """
         upstream: Any = super()
         state = get_state()
@@ -78,10 +85,15 @@ class TreeBuilderMixin:
             return
         from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
 
-        upstream._init_reorder_batch_threshold(1, True, supports_dcp_with_varlen)
-        shape = state.shape
+        takes_any_mix = self.query_len_support == QueryLenSupport.VARLEN
+        upstream._init_reorder_batch_threshold(
+            reorder_batch_threshold if takes_any_mix else 1,
+            True,
+            supports_dcp_with_varlen,
+        )
+        self.max_tree_rows = max(state.shape.num_rows, state.shape.topk)
         self.reorder_batch_threshold = max(
-            self.reorder_batch_threshold, shape.num_rows, shape.topk
+            self.reorder_batch_threshold, self.max_tree_rows
         )
         self.query_len_support = QueryLenSupport.VARLEN
 
@@ -124,26 +136,23 @@ class TreeBuilderMixin:
     def _build_tree(
         self: Any, state: TreeAttnState, metadata: Any, common: Any
     ) -> TreeAttnMetadata:
-        num_reqs, num_rows = metadata.num_decodes, metadata.num_decode_tokens
-        query_start_loc = common.query_start_loc[: num_reqs + 1]
-        seq_lens = common.seq_lens[:num_reqs]
-        bounds = {
-            "max_query_len": min(common.max_query_len, self.reorder_batch_threshold),
-            "max_prefix_len": common.max_seq_len,
-        }
         if self.tree_role == "draft":
+            num_reqs = metadata.num_decodes
             return TreeAttnMetadata(
-                prefix_lens=seq_lens,
-                query_start_loc=query_start_loc,
-                row_masks=state.buffers.scratch_masks[:num_rows],
+                prefix_lens=common.seq_lens[:num_reqs],
+                query_start_loc=common.query_start_loc[: num_reqs + 1],
+                row_masks=state.buffers.scratch_masks[: metadata.num_decode_tokens],
                 suffix_start=state.scratch_start[:num_reqs],
                 suffix_slots=state.scratch_slots,
                 max_suffix=state.shape.num_scratch_rows,
+                max_query_len=min(common.max_query_len, self.max_tree_rows),
+                max_prefix_len=common.max_seq_len,
                 role="draft",
-                **bounds,
             )
+        num_reqs, num_rows, max_query_len = self._find_trees(metadata, common)
+        query_start_loc = common.query_start_loc[: num_reqs + 1]
         prefix_lens = state.prefix_lens[:num_reqs]
-        torch.sub(seq_lens, query_start_loc[1:], out=prefix_lens)
+        torch.sub(common.seq_lens[:num_reqs], query_start_loc[1:], out=prefix_lens)
         # Padded requests have neither rows nor tokens.
         prefix_lens.add_(query_start_loc[:-1]).clamp_(min=0)
         return TreeAttnMetadata(
@@ -152,8 +161,38 @@ class TreeBuilderMixin:
             row_masks=state.buffers.row_masks[:num_rows],
             suffix_start=query_start_loc[:-1],
             suffix_slots=common.slot_mapping,
-            max_suffix=self.reorder_batch_threshold,
-            **bounds,
+            max_suffix=self.max_tree_rows,
+            max_query_len=max_query_len,
+            max_prefix_len=common.max_seq_len,
+            rest=self.build_rest(metadata, common, num_reqs, num_rows),
+        )
+
+    def _find_trees(self: Any, metadata: Any, common: Any) -> tuple[int, int, int]:
+        """Requests, rows and longest query of the pass up to the widest tree.
+
+        vLLM puts requests with drafts first, so what is behind are short prefills.
+        """
+        num_reqs, num_rows = metadata.num_decodes, metadata.num_decode_tokens
+        longest = min(common.max_query_len, self.reorder_batch_threshold)
+        if longest <= self.max_tree_rows:
+            return num_reqs, num_rows, longest
+        starts = common.query_start_loc_cpu[: num_reqs + 1].tolist()
+        lengths = [end - start for start, end in itertools.pairwise(starts)]
+        num_reqs = next(
+            (r for r, n in enumerate(lengths) if n > self.max_tree_rows), num_reqs
+        )
+        return num_reqs, starts[num_reqs], max(lengths[:num_reqs], default=0)
+
+    def build_rest(
+        self: Any, metadata: Any, common: Any, num_reqs: int, num_rows: int
+    ) -> Any:
+        """Decode metadata of the requests behind the first ``num_reqs``, if any."""
+        if num_reqs == metadata.num_decodes:
+            return None
+        raise NotImplementedError(
+            f"{type(self).__name__} keeps short prefills on its decode path "
+            f"({metadata.num_decode_tokens - num_rows} rows of this pass) and must "
+            "implement build_rest."
         )
 
     def schedule_prefix(self, tree: TreeAttnMetadata, metadata: Any) -> Any:
@@ -235,7 +274,32 @@ class TreeImplMixin:
         )
         if is_draft_prefill or not tree.active:
             return self.forward_causal(q, kv_cache, tree, attn_metadata, layer)  # type: ignore[no-any-return]
-        return self.forward_tree(q, kv_cache, tree, attn_metadata, layer), None
+        if tree.rest is None:
+            return self.forward_tree(q, kv_cache, tree, attn_metadata, layer), None
+        return self._forward_mixed(q, kv_cache, tree, attn_metadata, layer), None
+
+    def _forward_mixed(
+        self: Any,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_cache: torch.Tensor,
+        tree: TreeAttnMetadata,
+        attn_metadata: Any,
+        layer: Any,
+    ) -> torch.Tensor:
+        """Trees in front, short prefills behind them on the stock path."""
+        upstream: Any = super()
+        assert tree.row_masks is not None
+        num_rows = len(tree.row_masks)
+        q_nope, q_pe = self.split_query(q)
+        parts = []
+        if num_rows:
+            rows = (q_nope[:num_rows], q_pe[:num_rows])
+            parts.append(self.forward_tree(rows, kv_cache, tree, attn_metadata, layer))
+        behind = dataclasses.replace(attn_metadata, decode=tree.rest)
+        rest, _ = upstream.forward_mqa(
+            (q_nope[num_rows:], q_pe[num_rows:]), kv_cache, behind, layer
+        )
+        return torch.cat([*parts, rest])
 
     def forward_causal(
         self,

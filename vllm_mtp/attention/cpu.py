@@ -32,14 +32,11 @@ class TreeCPUMLAMetadataBuilder(
 
     def _init_reorder_batch_threshold(self: Any, *args: Any, **kwargs: Any) -> None:
         super()._init_reorder_batch_threshold(*args, **kwargs)
-        self.max_tree_rows = self.reorder_batch_threshold
         self.reorder_batch_threshold = ANY_LENGTH
 
-    def _build_tree(self: Any, *args: Any) -> TreeAttnMetadata:
-        tree: TreeAttnMetadata = super()._build_tree(*args)
-        if tree.role == "verify":
-            tree.max_suffix = self.max_tree_rows
-        return tree
+    def _find_trees(self: Any, metadata: Any, common: Any) -> tuple[int, int, int]:
+        # The impl tells them apart, and its causal path uses the same metadata.
+        return metadata.num_decodes, metadata.num_decode_tokens, common.max_query_len
 
 
 class TreeCPUMLAImpl(TreeImplMixin, CPUMLAImpl):  # type: ignore[misc]

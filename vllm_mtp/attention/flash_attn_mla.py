@@ -5,6 +5,7 @@ log-sum-exp out; it costs the same as the causal pass. Its ahead-of-time schedul
 made beside the causal one, which the draft layer's prefill still needs.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -38,12 +39,12 @@ class TreeFlashAttnMLAMetadataBuilder(
         self, tree: TreeAttnMetadata, metadata: Any
     ) -> torch.Tensor | None:
         """Schedule ``forward_prefix``; the tail of the buffer is zero, as upstream."""
-        if not tree.active:
+        if not tree.active or not tree.prefix_lens.shape[0]:
             return None
         schedule = self._schedule_decode(
             num_reqs=tree.prefix_lens.shape[0],
             cu_query_lens=tree.query_start_loc,
-            max_query_len=max(metadata.decode.max_query_len, 1),
+            max_query_len=max(tree.max_query_len, 1),
             seqlens=tree.prefix_lens,
             max_seq_len=tree.max_prefix_len,
             causal=False,
@@ -64,6 +65,32 @@ class TreeFlashAttnMLAMetadataBuilder(
         buffer[:size] = schedule
         buffer[size:] = 0
         return buffer[:size]
+
+    def build_rest(
+        self, metadata: Any, common: Any, num_reqs: int, num_rows: int
+    ) -> Any:
+        """Short prefills, with their own schedule; never in a graph."""
+        decode = metadata.decode
+        if num_reqs == metadata.num_decodes:
+            return None
+        lengths = common.query_start_loc_cpu[num_reqs : metadata.num_decodes + 1].diff()
+        rest = dataclasses.replace(
+            decode,
+            block_table=decode.block_table[num_reqs:],
+            seq_lens=decode.seq_lens[num_reqs:],
+            query_start_loc=decode.query_start_loc[num_reqs:] - num_rows,
+            max_query_len=int(lengths.max()),
+        )
+        rest.scheduler_metadata = self._schedule_decode(
+            num_reqs=rest.seq_lens.shape[0],
+            cu_query_lens=rest.query_start_loc,
+            max_query_len=rest.max_query_len,
+            seqlens=rest.seq_lens,
+            max_seq_len=rest.max_seq_len,
+            causal=True,
+            max_num_splits=rest.max_num_splits,
+        )
+        return rest
 
 
 class TreeFlashAttnMLAImpl(TreeImplMixin, FlashAttnMLAImpl):  # type: ignore[misc]
@@ -86,11 +113,11 @@ class TreeFlashAttnMLAImpl(TreeImplMixin, FlashAttnMLAImpl):  # type: ignore[mis
             k=kv_cache[..., latent:].unsqueeze(-2),
             v=kv_cache[..., :latent].unsqueeze(-2),
             q_v=q_nope,
-            max_seqlen_q=max(attn_metadata.decode.max_query_len, 1),
+            max_seqlen_q=max(tree.max_query_len, 1),
             cu_seqlens_q=tree.query_start_loc,
             max_seqlen_k=tree.max_prefix_len,
             seqused_k=tree.prefix_lens,
-            block_table=attn_metadata.decode.block_table,
+            block_table=attn_metadata.decode.block_table[: tree.prefix_lens.shape[0]],
             softmax_scale=self.scale,
             causal=False,
             return_softmax_lse=True,

@@ -44,6 +44,8 @@ class TreeAttnMetadata:
     active: bool = True
     # filled by backends that schedule ahead of time (FlashAttention 3, FlashMLA)
     schedule: Any = None
+    # decode metadata of the requests behind the trees (short prefills); None: none
+    rest: Any = None
 
 
 @dataclass

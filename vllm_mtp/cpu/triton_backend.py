@@ -97,11 +97,14 @@ def keep_interpreter_patched() -> None:
 
     Triton replaces every builtin of ``tl`` at each launch and at each call of a jitted
     helper, and undoes it after the launch; that was about half of an interpreted step.
-    Nothing is compiled in such a process, so it may stay patched. Triton 3.6 to 3.9:
+    Nothing is compiled in such a process, so it may stay patched, and each operation
+    may remember what it does (``dispatch_memo``). Triton 3.6 to 3.9:
     ``triton.runtime.interpreter._patch_lang``; left alone where that looks different.
     """
     from triton import language
     from triton.runtime import interpreter
+
+    from vllm_mtp.cpu.dispatch_memo import find_builtins, memoise_dispatch
 
     original = getattr(interpreter, "_patch_lang", None)
     if original is None or getattr(original, "_vllm_mtp_once", False):
@@ -111,7 +114,9 @@ def keep_interpreter_patched() -> None:
         """Only its globals matter."""
 
     seen = {"tl": language, "core": language.core}
+    builtins = find_builtins()
     original(FunctionType(both_languages_visible.__code__, seen))
+    memoise_dispatch(builtins)
 
     def patched_already(fn: Any) -> _NoScope:
         return _NoScope()
