@@ -149,10 +149,40 @@ def _accept(
             f"mtp_tree: the platform {current_platform.device_name!r} is not "
             "supported; it runs on CUDA GPUs, and on CPUs for tests."
         )
+    if parsed.config.auto:
+        _prepare_auto(engine_args, parsed.config)
     cpu = current_platform.is_cpu()
     parallel_config.worker_cls = CPU_WORKER if cpu else GPU_WORKER
     lift_request_refusals()
     return parsed
+
+
+SCHEDULER = "vllm_mtp.auto.scheduler.build_scheduler"
+
+
+def _prepare_auto(engine_args: Any, config: MTPConfig) -> None:
+    """Our scheduler, and CUDA graphs for every tree size of ``"shape": "auto"``."""
+    from vllm_mtp.auto.ladder import build_ladder, graph_sizes
+
+    if engine_args.scheduler_cls not in (None, SCHEDULER):
+        raise SettingsError(
+            f'mtp_tree: "shape": "auto" brings a scheduler of its own and cannot be '
+            f"combined with scheduler_cls={engine_args.scheduler_cls!r}. Remove "
+            "either."
+        )
+    engine_args.scheduler_cls = SCHEDULER
+    compilation = engine_args.compilation_config
+    given = (
+        engine_args.cudagraph_capture_sizes
+        or engine_args.max_cudagraph_capture_size
+        or compilation.cudagraph_capture_sizes
+        or compilation.max_cudagraph_capture_size
+    )
+    if not given and not engine_args.enforce_eager:
+        max_num_seqs = engine_args.max_num_seqs or 512
+        engine_args.cudagraph_capture_sizes = graph_sizes(
+            build_ladder(config.shape), config.shape.topk, max_num_seqs
+        )
 
 
 def read_config(vllm_config: Any) -> MTPConfig:
@@ -245,6 +275,66 @@ def speculator_factory(factory: Any) -> Any:
             module.init_speculator = original
 
     return swapped()
+
+
+def graph_widths(num_nodes: list[int]) -> Any:
+    """Context manager: graph managers built inside capture each of these draft counts.
+
+    0.32, 0.33: ``cudagraph_utils`` takes the counts from the lookup by batch size that
+    its scheduler uses, which cannot name more counts than there are batch sizes. Can go
+    when the manager takes a list of query lengths.
+    """
+    import contextlib
+
+    from vllm.v1.worker.gpu import cudagraph_utils as module
+
+    @contextlib.contextmanager
+    def swapped() -> Any:
+        original = module.build_dynamic_sd_schedule_lookup
+        module.build_dynamic_sd_schedule_lookup = lambda *_, **__: [0, *num_nodes]
+        try:
+            yield
+        finally:
+            module.build_dynamic_sd_schedule_lookup = original
+
+    return swapped()
+
+
+def keep_graphs(manager: Any, batches: list[int]) -> None:
+    """Drop uniform graphs of other batch sizes, and let any batch pad to what is left.
+
+    0.32, 0.33: a manager crosses every capture size with every query length, and a
+    batch finds its graph only if no graph of another query length has a size between.
+    Call it before ``capture``. Can go when the manager takes batch sizes.
+    """
+    wanted = set(batches)
+    kept = {
+        mode: [
+            desc
+            for desc in descs
+            if desc.uniform_token_count is None or desc.num_reqs in wanted
+        ]
+        for mode, descs in manager._capture_descs.items()
+    }
+    manager._capture_descs.clear()
+    manager._capture_descs.update(
+        {mode: descs for mode, descs in kept.items() if descs}
+    )
+    manager._candidates.clear()
+    # FULL before PIECEWISE, as upstream prefers them.
+    modes = sorted(kept, key=lambda mode: mode.name != "FULL")
+    for mode in modes:
+        families: dict[Any, list[Any]] = {}
+        for desc in kept[mode]:
+            family = (desc.uniform_token_count, desc.num_active_loras)
+            families.setdefault(family, []).append(desc)
+        for (_, loras), descs in families.items():
+            start = 0
+            for desc in sorted(descs, key=lambda d: d.num_tokens):
+                for num_tokens in range(start, desc.num_tokens + 1):
+                    key = (num_tokens, loras)
+                    manager._candidates.setdefault(key, []).append(desc)
+                start = desc.num_tokens + 1
 
 
 def target_kv_layers(

@@ -78,7 +78,11 @@ class TreeShape:
     @property
     def num_candidates(self) -> int:
         """C, nodes drafted per step, of which the best N are verified."""
-        return self.topk + (self.num_steps - 1) * self.topk**2
+        return self.candidates_of(self.num_steps)
+
+    def candidates_of(self, num_steps: int) -> int:
+        """Candidates of the first ``num_steps`` (at least one) drafting steps."""
+        return self.topk + (num_steps - 1) * self.topk**2
 
     @property
     def num_scratch_rows(self) -> int:
@@ -113,7 +117,7 @@ SGLANG_NAMES = {
 }
 """SGLang's option to ours; its draft tokens count the root, ours do not."""
 
-OWN_KEYS = ("num_steps", "topk", "num_speculative_tokens", "trace")
+OWN_KEYS = ("shape", "num_steps", "topk", "num_speculative_tokens", "trace")
 """Keys this method adds to, or reads from, ``--speculative-config``."""
 
 PASSED_KEYS = (
@@ -144,7 +148,7 @@ FIXED_KEYS: dict[str, tuple[Any, str]] = {
     "use_local_argmax_reduction": (False, "branches need more than the best token"),
     "num_speculative_tokens_per_batch_size": (
         None,
-        "draft counts by batch size are not supported with trees yet",
+        'draft counts follow measured cost with "shape": "auto"',
     ),
     "enforce_eager": (
         None,
@@ -158,11 +162,24 @@ FIXED_KEYS: dict[str, tuple[Any, str]] = {
 """vLLM keys that only have one meaning here: the value accepted, and why."""
 
 
+AUTO_SIZES = {"num_steps": 6, "topk": 3, "num_speculative_tokens": 14}
+"""Largest tree of ``"shape": "auto"`` unless the user gives sizes."""
+
+DYNAMIC_KEY = "num_speculative_tokens_per_batch_size"
+"""vLLM's key that makes its scheduler look up a draft count every step."""
+
+MAX_BATCH = 1 << 20
+"""End of the one batch-size range given with that key."""
+
+
 @dataclass(frozen=True)
 class MTPConfig:
     """Everything ``mtp_tree`` needs in the worker processes."""
 
     shape: TreeShape = TreeShape()
+
+    auto: bool = False
+    """Whether the tree's size follows the load; ``shape`` is then the largest."""
 
     trace: dict[str, Any] | None = None
     """Settings of the tree trace (``vllm_mtp.trace.settings``); None: no trace."""
@@ -201,9 +218,21 @@ def parse_settings(settings: Mapping[str, Any]) -> ParsedSettings:
     translated = _translate_sglang_names(given)
     for key, value in given.items():
         _check_key(key, value)
-    shape = _fill_shape(
-        given.get("num_steps"), given.get("topk"), given.get("num_speculative_tokens")
-    )
+    auto = _parse_policy(given.get("shape", "fixed"))
+    sizes = {name: given.get(name) for name in AUTO_SIZES}
+    if auto:
+        given_sizes = {k: v for k, v in sizes.items() if v is not None}
+        sizes = {**AUTO_SIZES, **given_sizes}
+        if "num_steps" not in given_sizes and isinstance(
+            nodes := sizes["num_speculative_tokens"], int
+        ):
+            sizes["num_steps"] = max(min(AUTO_SIZES["num_steps"], nodes), 1)
+    shape = _fill_shape(*(sizes[name] for name in AUTO_SIZES))
+    if auto and not shape.is_tree:
+        raise SettingsError(
+            'mtp_tree: "shape": "auto" needs topk of 2 or more, found '
+            f"{shape.topk}. Raise topk, or remove shape for chains."
+        )
     if given.get("num_steps") not in (None, shape.num_steps):
         translated[f"num_steps={given['num_steps']}"] = (
             f"num_steps={shape.num_steps}, since a tree of {shape.num_nodes} nodes is "
@@ -211,13 +240,23 @@ def parse_settings(settings: Mapping[str, Any]) -> ParsedSettings:
         )
     passed = {k: v for k, v in given.items() if k in PASSED_KEYS}
     return ParsedSettings(
-        config=MTPConfig(shape=shape, trace=_parse_trace(given.get("trace"))),
+        config=MTPConfig(shape, auto, _parse_trace(given.get("trace"))),
         vllm_config={
             "method": "mtp",
             "num_speculative_tokens": shape.num_nodes,
+            **({DYNAMIC_KEY: [[1, MAX_BATCH, shape.num_nodes]]} if auto else {}),
             **passed,
         },
         translated=translated,
+    )
+
+
+def _parse_policy(value: Any) -> bool:
+    if value in ("auto", "fixed"):
+        return bool(value == "auto")
+    raise SettingsError(
+        f'mtp_tree: shape={value!r} must be "auto" (the tree\'s size follows the load) '
+        'or "fixed".'
     )
 
 

@@ -14,6 +14,8 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_mtp import compat
 from vllm_mtp.attention.base import TREE_BACKENDS, TreeBuilderMixin
+from vllm_mtp.auto.ladder import graph_batches
+from vllm_mtp.auto.profile import load_or_measure
 from vllm_mtp.config import SettingsError
 from vllm_mtp.history import has_foreign_processors
 from vllm_mtp.kernels.kv_commit import build_kv_table, commit_kv, commit_rows
@@ -64,7 +66,13 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
         return TreeCollector(TraceSettings(**settings), self.vllm_config)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        super().initialize_kv_cache(*args, **kwargs)
+        ladder = self.speculator.ladder
+        if ladder is None:
+            super().initialize_kv_cache(*args, **kwargs)
+        else:
+            with compat.graph_widths([rung.num_nodes for rung in ladder]):
+                super().initialize_kv_cache(*args, **kwargs)
+            compat.keep_graphs(self.cudagraph_manager, graph_batches(self.max_num_reqs))
         self._require_tree_backends()
         caches, groups = compat.target_kv_layers(
             self.vllm_config,
@@ -85,6 +93,34 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
                         "cannot attend to trees. Use --attention-backend with one of "
                         f"{', '.join(TREE_BACKENDS)}, or topk=1 for chains."
                     )
+
+    def capture_model(self, *, profile_only: bool = False) -> int:
+        """Capture the graphs; with ``"shape": "auto"`` time them too."""
+        size: int = super().capture_model(profile_only=profile_only)
+        if self.speculator.ladder is not None and not profile_only:
+            self._measure_costs()
+        return size
+
+    def _measure_costs(self) -> None:
+        group = get_tp_group()
+        load_or_measure(
+            self.vllm_config,
+            self.speculator.ladder,
+            self._run_dummy_step,
+            is_first_rank=group.rank_in_group == 0,
+            agree=lambda answer: bool(group.broadcast_object(answer, src=0)),
+        )
+
+    def _run_dummy_step(self, num_nodes: int, batch: int, context: int) -> None:
+        """One decode step of placeholder requests, all but sampling."""
+        own: Any = self.decode_query_len  # type: ignore[has-type]
+        self.decode_query_len, self.speculator.dummy_nodes = num_nodes + 1, num_nodes
+        try:
+            self._dummy_run(
+                batch * (num_nodes + 1), uniform_decode=True, context_len=context
+            )
+        finally:
+            self.decode_query_len, self.speculator.dummy_nodes = own, None
 
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)

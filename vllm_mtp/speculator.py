@@ -6,6 +6,7 @@ request -> pack the best N nodes of all. Levels and packing replay as one CUDA g
 """
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
 
 from vllm_mtp import compat
 from vllm_mtp.attention.base import build_attn_state, set_state
+from vllm_mtp.auto.ladder import build_ladder, graph_batches
 from vllm_mtp.buffers import build_tree_buffers
 from vllm_mtp.config import SettingsError
 from vllm_mtp.kernels.tree_expand import expand_tree
@@ -38,7 +40,11 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        self.shape = compat.read_config(vllm_config).shape
+        config = compat.read_config(vllm_config)
+        self.shape = config.shape
+        self.ladder = build_ladder(config.shape) if config.auto else None
+        # Nodes of a dummy run's drafts; None: all. Set while step costs are measured.
+        self.dummy_nodes: int | None = None
         self._check_sizes()
         self.tree = build_tree_buffers(
             self.shape, self.max_num_reqs, self.max_num_tokens, device
@@ -98,12 +104,41 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         super().init_cudagraph_manager(cudagraph_mode)
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
-        self.decode_cudagraph_manager = SpeculatorCudaGraphManager(
-            self.vllm_config,
-            self.device,
-            CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE,
-            decode_query_len=self.shape.topk,
-        )
+        depths = {self.shape.num_steps}
+        if self.ladder is not None:
+            depths |= {rung.num_steps for rung in self.ladder if rung.num_nodes}
+        # One fused graph of all levels for every depth and batch size.
+        self.level_graphs = {
+            depth: SpeculatorCudaGraphManager(
+                self.vllm_config,
+                self.device,
+                CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE,
+                decode_query_len=self.shape.topk,
+            )
+            for depth in sorted(depths)
+        }
+        self.decode_cudagraph_manager = self.level_graphs[self.shape.num_steps]
+        if self.ladder is not None:
+            batches = graph_batches(self.max_num_reqs)
+            for manager in (
+                self.prefill_cudagraph_manager,
+                *self.level_graphs.values(),
+            ):
+                compat.keep_graphs(manager, batches)
+
+    def capture(self) -> None:
+        super().capture()
+        for depth, manager in self.level_graphs.items():
+            if manager is not self.decode_cudagraph_manager:
+                manager.capture(
+                    functools.partial(self._generate_draft, num_steps=depth),
+                    self.model_state,
+                    self.input_buffers,
+                    self.block_tables,
+                    self.attn_groups,
+                    self.kv_cache_config,
+                    progress_bar_desc=f"Capturing draft levels to depth {depth}",
+                )
 
     def add_requests(self, requests: Iterable[tuple[int, Any]]) -> None:
         """Note which of the new ``(slot, sampling parameters)`` draft chains."""
@@ -129,14 +164,23 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         wanted = kwargs.pop("num_speculative_tokens", None)
         if wanted is None:
             wanted = self.num_speculative_steps
+            if self.dummy_nodes is not None:
+                wanted = self.dummy_nodes
         # Upstream's draft prefill and no chain steps; it ends in sample_draft.
         super().propose(
             input_batch, *args, num_speculative_tokens=min(wanted, 1), **kwargs
         )
         if wanted > 0:
-            self._draft_levels(input_batch, **kwargs)
+            self._draft_levels(input_batch, self._depth_of(wanted), **kwargs)
         drafted: torch.Tensor = self.draft_tokens[: input_batch.num_reqs]
         return drafted
+
+    def _depth_of(self, num_nodes: int) -> int:
+        """Levels to run for a tree of so many nodes."""
+        for rung in self.ladder or ():
+            if rung.num_nodes == num_nodes:
+                return rung.num_steps
+        return self.shape.num_steps
 
     def sample_draft(
         self,
@@ -181,6 +225,7 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
     def _draft_levels(
         self,
         input_batch: Any,
+        num_steps: int,
         dp_sync_state: Any = None,
         dummy_run: bool = False,
         skip_attn_for_dummy_run: bool = False,
@@ -188,6 +233,7 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         **unused: Any,
     ) -> None:
         """Run levels 1..S-1 and pack, as one graph where the batch size has one."""
+        graphs = self.level_graphs[num_steps]
         num_reqs, k = input_batch.num_reqs, self.shape.topk
         self._prepare_levels(num_reqs)
         sync, num_tokens = None, num_reqs * k
@@ -196,7 +242,7 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
                 dp_sync_state, num_reqs, num_query_per_req=k
             )
         batch_desc, sync = dispatch_cg_and_sync_dp(
-            self.decode_cudagraph_manager,
+            graphs,
             num_reqs,
             num_tokens,
             uniform_token_count=k,
@@ -215,7 +261,7 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
                 step=0,
             )
         if batch_desc.cg_mode == CUDAGraphMode.FULL:
-            self.decode_cudagraph_manager.run_fullgraph(batch_desc)
+            graphs.run_fullgraph(batch_desc)
             return
         self._generate_draft(
             num_reqs,
@@ -224,6 +270,7 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
             None,
             sync.num_tokens_across_dp if sync is not None else None,
             batch_desc.cg_mode,
+            num_steps=num_steps,
         )
 
     def _prepare_levels(self, num_reqs: int) -> None:
@@ -248,17 +295,18 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         slot_mappings: dict[str, torch.Tensor] | None,
         num_tokens_across_dp: torch.Tensor | None,
         cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+        num_steps: int | None = None,
         **unused: Any,
     ) -> None:
         """The captured part: expand, run and search each level, then pack.
 
         Overrides upstream's chain step so that its ``capture`` records this instead.
         """
-        k = self.shape.topk
+        k, num_steps = self.shape.topk, num_steps or self.shape.num_steps
         idx_mapping = self.idx_mapping[:num_reqs]
         self.root_hidden[:num_reqs].copy_(self.hidden_states[:num_reqs])
         hidden = self.root_hidden[:num_reqs]
-        for depth in range(1, self.shape.num_steps):
+        for depth in range(1, num_steps):
             self._expand(depth, idx_mapping, hidden)
             self._set_level_positions(num_reqs, depth)
             self._prepare_eplb_forward(num_reqs * k)
@@ -274,7 +322,11 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
             self._find_children(
                 logits, idx_mapping, self.sample_src_positions[:num_reqs], depth
             )
-        self._expand(self.shape.num_steps, idx_mapping, hidden)
+        self._expand(num_steps, idx_mapping, hidden)
+        if num_steps < self.shape.num_steps:
+            # Candidates that deeper trees left there.
+            deeper = self.shape.candidates_of(num_steps)
+            self.tree.cand_scores[:num_reqs, deeper:].fill_(float("-inf"))
         pack_tree(self.tree, idx_mapping, self.draft_tokens)
 
     @contextlib.contextmanager

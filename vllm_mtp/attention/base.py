@@ -161,7 +161,7 @@ class TreeBuilderMixin:
             row_masks=state.buffers.row_masks[:num_rows],
             suffix_start=query_start_loc[:-1],
             suffix_slots=common.slot_mapping,
-            max_suffix=self.max_tree_rows,
+            max_suffix=min(max_query_len, self.max_tree_rows),
             max_query_len=max_query_len,
             max_prefix_len=common.max_seq_len,
             rest=self.build_rest(metadata, common, num_reqs, num_rows),

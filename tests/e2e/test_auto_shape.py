@@ -1,0 +1,64 @@
+"""``"shape": "auto"``: any sequence of tree sizes gives the same tokens."""
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.e2e.test_ids import LENGTHS, sampling
+from tests.helpers.engine import counters, engine, generate
+from tests.helpers.prompts import held_out
+
+AUTO = {"method": "mtp_tree", "shape": "auto"}
+COUNT, TOKENS = 8, 64
+
+
+def scheduler_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[list[int]]:
+    with engine() as llm:
+        return generate(
+            llm, held_out(COUNT, LENGTHS), sampling(COUNT, (0.0, 0.8), TOKENS)
+        )
+
+
+@pytest.fixture(scope="module")
+def auto(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("cache")))
+        with engine(AUTO) as llm:
+            yield llm
+
+
+def test_policy_runs_and_ids_are_equal(auto: Any, reference: Any) -> None:
+    params = sampling(COUNT, (0.0, 0.8), TOKENS)
+    assert generate(auto, held_out(COUNT, LENGTHS), params) == reference
+    policy = scheduler_of(auto).policy
+    assert policy.steps > 10
+    assert policy.acceptance.trees > 16
+    assert policy.acceptance.predict(policy.current) > 1.3
+    assert sum(policy.costs.weights) > 0
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_ids_are_equal_whatever_the_policy_does(
+    auto: Any, reference: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another size every step, none at all among them."""
+    policy = scheduler_of(auto).policy
+    rng, used = random.Random(seed), set()
+
+    def choose(batch: int, context: int) -> int:
+        used.add(rung := rng.randrange(len(policy.ladder)))
+        return rung
+
+    monkeypatch.setattr(policy, "choose", choose)
+    before = counters(auto)
+    params = sampling(COUNT, (0.0, 0.8), TOKENS)
+    assert generate(auto, held_out(COUNT, LENGTHS), params) == reference
+    assert len(used) == len(policy.ladder)
+    after = counters(auto)
+    assert after["num_accepted_tokens"] > before["num_accepted_tokens"] + COUNT

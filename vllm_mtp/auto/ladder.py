@@ -1,0 +1,57 @@
+"""The tree sizes that ``"shape": "auto"`` chooses from."""
+
+from dataclasses import dataclass
+
+from vllm_mtp.config import TreeShape
+
+PAIRS = ((1, 1), (2, 2), (3, 3), (5, 3), (6, 5), (8, 6), (10, 4), (14, 6))
+"""(N, S) of the rungs. Each N occurs once, so that the count of draft tokens, which
+vLLM's scheduler hands to the worker, names the rung. Shallow and deep rungs alternate:
+sampled text wants width, greedy text depth."""
+
+GRAPH_BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Batch sizes with CUDA graphs; a batch between two runs padded to the next."""
+
+MAX_GRAPH_ROWS = 4096
+"""Rows of the largest verify graph."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One size of tree; ``num_nodes`` 0 is no speculation."""
+
+    num_nodes: int
+    """N, drafted nodes verified per step."""
+
+    num_steps: int
+    """S, the greatest depth."""
+
+
+OFF = Rung(0, 0)
+
+
+def build_ladder(largest: TreeShape) -> tuple[Rung, ...]:
+    """Off, then every rung that ``largest`` holds, ``largest`` itself last."""
+    rungs = [OFF]
+    for nodes, steps in PAIRS:
+        if nodes >= largest.num_nodes:
+            break
+        steps = min(steps, largest.num_steps)
+        cand = TreeShape(largest.num_steps, largest.topk, 1).candidates_of(steps)
+        if nodes <= cand:
+            rungs.append(Rung(nodes, steps))
+    rungs.append(Rung(largest.num_nodes, largest.num_steps))
+    return tuple(rungs)
+
+
+def graph_batches(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture, the largest possible batch last."""
+    return [b for b in GRAPH_BATCHES if b < max_num_seqs] + [max_num_seqs]
+
+
+def graph_sizes(ladder: tuple[Rung, ...], topk: int, max_num_seqs: int) -> list[int]:
+    """``cudagraph_capture_sizes``: rows of every (batch, rung), and of draft levels."""
+    batches = graph_batches(max_num_seqs)
+    widths = {rung.num_nodes + 1 for rung in ladder} | {topk}
+    sizes = {batch * width for batch in batches for width in widths}
+    return sorted(size for size in sizes if size <= MAX_GRAPH_ROWS)

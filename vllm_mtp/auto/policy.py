@@ -1,0 +1,105 @@
+"""Chooses the rung of the next step: the most tokens per second, without flapping."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_mtp.auto.acceptance import AcceptanceModel
+from vllm_mtp.auto.costs import CostModel
+from vllm_mtp.auto.ladder import Rung
+
+DECIDE_EVERY = 8
+"""Steps between two decisions while the batch stays about the same."""
+
+GAIN = 1.015
+"""A rung must promise this much more than the one in use."""
+
+PROBE_EVERY = 400
+"""Steps between two looks at another rung."""
+
+PROBE_STEPS = 4
+PROBE_WORTH = 0.93
+"""Only rungs that promise this share of the best are looked at."""
+
+REST = 1 << 20
+
+
+@dataclass
+class Choice:
+    """A decision and its reasons, for logs and metrics."""
+
+    rung: int
+    accept_length: float
+    step_ms: float
+
+
+class Policy:
+    """The state machine; one call a step."""
+
+    def __init__(
+        self, ladder: Sequence[Rung], acceptance: AcceptanceModel, costs: CostModel
+    ) -> None:
+        self.ladder, self.acceptance, self.costs = ladder, acceptance, costs
+        self.current = 0
+        self.decided_batch = 0
+        self.steps = 0
+        self.next_decision = 0
+        self.next_probe = PROBE_EVERY // 4
+        self.probing: int | None = None
+        self.probe_ends = 0
+        self.last_used = [-REST] * len(ladder)
+        self.num_switches = 0
+        self.choice = Choice(0, 1.0, 0.0)
+
+    def rate(self, rung: int, batch: int, context: int) -> float:
+        """Tokens per millisecond promised for the whole batch."""
+        length = self.acceptance.predict(rung)
+        return batch * length / self.costs.predict(rung, batch, context)
+
+    def choose(self, batch: int, context: int) -> int:
+        """The rung to draft in this step, for a batch of decoding requests."""
+        self.steps += 1
+        if batch <= 0:
+            return self.current
+        if self.probing is not None:
+            if self.steps < self.probe_ends:
+                return self.probing
+            self.probing = None
+            self.next_decision = 0
+        moved = abs(batch - self.decided_batch) > 0.15 * self.decided_batch
+        if self.steps >= self.next_decision or moved:
+            self._decide(batch, context)
+        if self.steps >= self.next_probe:
+            self._probe(batch, context)
+        chosen = self.current if self.probing is None else self.probing
+        self.last_used[chosen] = self.steps
+        return chosen
+
+    def _decide(self, batch: int, context: int) -> None:
+        rates = [self.rate(r, batch, context) for r in range(len(self.ladder))]
+        best = max(range(len(rates)), key=rates.__getitem__)
+        first = self.decided_batch == 0
+        if best != self.current and (first or rates[best] > GAIN * rates[self.current]):
+            self.current = best
+            self.num_switches += 1
+        self.decided_batch = batch
+        self.next_decision = self.steps + DECIDE_EVERY
+        self.choice = Choice(
+            self.current,
+            self.acceptance.predict(self.current),
+            self.costs.predict(self.current, batch, context),
+        )
+
+    def _probe(self, batch: int, context: int) -> None:
+        """Spend a few steps on the promising rung that was not used for longest."""
+        self.next_probe = self.steps + PROBE_EVERY
+        rates = [self.rate(r, batch, context) for r in range(len(self.ladder))]
+        worth = PROBE_WORTH * max(rates)
+        others = [
+            r
+            for r in range(1, len(rates))
+            if r != self.current and (rates[r] >= worth or self.current == 0)
+        ]
+        if not others:
+            return
+        self.probing = min(others, key=lambda r: (self.last_used[r], -rates[r]))
+        self.probe_ends = self.steps + PROBE_STEPS

@@ -1,0 +1,193 @@
+"""Start-up measurement of step costs, under graph replay, and where it is kept."""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from vllm_mtp.auto.costs import CostCacheError, CostTable
+from vllm_mtp.auto.ladder import Rung, graph_batches
+
+logger = init_logger(__name__)
+
+BATCHES = (1, 4, 16, 64, 128, 256, 512)
+CONTEXTS = (1024, 8192, 32768)
+
+TIMED, WARM_UPS = 3, 1
+"""Steps of a point that are timed, and run before."""
+
+BUDGET = 12.0
+"""Seconds; points that would come later keep the shape of those measured."""
+
+
+def cost_key(vllm_config: Any) -> str:
+    """Everything that changes step costs, as a short hash."""
+    from importlib.metadata import version
+
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+    from vllm_mtp import compat
+
+    parts = {
+        "model": model.model,
+        "revision": model.revision,
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "layers": model.hf_text_config.to_dict(),
+        "device": device,
+        "tp": parallel.tensor_parallel_size,
+        "ep": parallel.enable_expert_parallel,
+        "kv": str(vllm_config.cache_config.cache_dtype),
+        "seqs": vllm_config.scheduler_config.max_num_seqs,
+        "graphs": str(vllm_config.compilation_config.cudagraph_mode),
+        "compile": str(vllm_config.compilation_config.mode),
+        "backend": str(vllm_config.attention_config.backend),
+        "settings": compat.read_config(vllm_config).to_dict()["shape"],
+        "versions": [compat.vllm_version(), version("vllm-mtp"), torch.__version__],
+    }
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def cost_path(vllm_config: Any) -> Path:
+    """The cache file: ``$VLLM_CACHE_ROOT/mtp_tree/<key>.json``."""
+    import vllm.envs as envs
+
+    return Path(envs.VLLM_CACHE_ROOT) / "mtp_tree" / f"{cost_key(vllm_config)}.json"
+
+
+def load_or_measure(
+    vllm_config: Any,
+    ladder: Sequence[Rung],
+    run_step: Callable[[int, int, int], None],
+    is_first_rank: bool,
+    agree: Callable[[bool], bool],
+) -> None:
+    """Make sure that the cost file is there.
+
+    Args:
+        vllm_config: The engine's.
+        ladder: All rungs.
+        run_step: ``run_step(num_nodes, batch, context)`` runs one dummy decode step.
+        is_first_rank: Whether this process writes the file.
+        agree: Gives every rank the first rank's answer, since they measure together.
+    """
+    path, key = cost_path(vllm_config), cost_key(vllm_config)
+    known = False
+    if is_first_rank:
+        try:
+            CostTable.load(path, key, ladder)
+            known = True
+        except CostCacheError as error:
+            if path.exists():
+                logger.warning(
+                    "mtp_tree: measuring step costs anew, since %s does not fit: %s.",
+                    path,
+                    error,
+                )
+    if agree(known):
+        return
+    begin = time.perf_counter()
+    table = measure(vllm_config, ladder, run_step, agree)
+    if is_first_rank:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft = path.with_suffix(f".{os.getpid()}")
+            draft.write_text(table.to_json(key, ladder), encoding="utf-8")
+            draft.replace(path)
+        except OSError as error:
+            logger.warning(
+                "mtp_tree: step costs could not be kept in %s: %s. They will be "
+                "measured again at the next start, and this run starts from typical "
+                "ones. Set VLLM_CACHE_ROOT to a folder that can be written.",
+                path,
+                error,
+            )
+    logger.info("mtp_tree: measured step costs in %.1f s", time.perf_counter() - begin)
+
+
+def measure(
+    vllm_config: Any,
+    ladder: Sequence[Rung],
+    run_step: Callable[[int, int, int], None],
+    agree: Callable[[bool], bool],
+) -> CostTable:
+    """Time every rung at a few batch sizes and contexts.
+
+    The order is such that a budget that runs out leaves the least missed: first every
+    rung and batch at the shortest context. Points not measured are filled in from the
+    same batch's growth at the shortest context.
+    """
+    max_seqs = vllm_config.scheduler_config.max_num_seqs
+    batches = [b for b in BATCHES if b in graph_batches(max_seqs) and b < max_seqs]
+    batches.append(max_seqs)
+    limit = vllm_config.model_config.max_model_len - ladder[-1].num_nodes - 2
+    contexts = [c for c in CONTEXTS if c <= limit] or [max(limit, 1)]
+    max_rows = vllm_config.scheduler_config.max_num_batched_tokens
+    found: dict[tuple[int, int, int], float] = {}
+    begin = time.perf_counter()
+    for context in contexts:
+        for batch in batches:
+            for index, rung in enumerate(ladder):
+                if batch * (rung.num_nodes + 1) > max_rows:
+                    continue
+                late = time.perf_counter() - begin > BUDGET
+                if context != contexts[0] and agree(late):
+                    continue
+                found[index, context, batch] = _time_point(
+                    run_step, rung.num_nodes, batch, context
+                )
+    return fill_table(found, len(ladder), batches, contexts)
+
+
+def _time_point(
+    run_step: Callable[[int, int, int], None], nodes: int, batch: int, context: int
+) -> float:
+    """Milliseconds of one step."""
+    for _ in range(WARM_UPS):
+        run_step(nodes, batch, context)
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(TIMED):
+        run_step(nodes, batch, context)
+    if on_gpu:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / TIMED * 1e3
+
+
+def fill_table(
+    found: dict[tuple[int, int, int], float],
+    num_rungs: int,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+) -> CostTable:
+    """A whole table from the points measured; costs never fall with batch or rung."""
+    times = []
+    for rung in range(num_rungs):
+        rows: list[tuple[float, ...]] = []
+        for context in contexts:
+            row: list[float] = []
+            for at, batch in enumerate(batches):
+                value = found.get((rung, context, batch))
+                if value is None and rows:
+                    # As much more as no speculation costs at this context.
+                    off = [found.get((0, c, batch)) for c in (contexts[0], context)]
+                    growth = off[1] / off[0] if off[0] and off[1] else 1.0
+                    value = rows[0][at] * growth
+                if value is None:
+                    # Too many rows for one pass: as dear as it would have to be.
+                    value = 2 * row[-1] * batch / batches[at - 1] if row else 1e3
+                row.append(max([value, *row[-1:]]))
+            rows.append(tuple(row))
+        times.append(tuple(rows))
+    return CostTable(tuple(batches), tuple(contexts), tuple(times))

@@ -1,0 +1,151 @@
+"""vLLM's scheduler, asking the policy how many nodes the next drafts shall have.
+
+vLLM's scheduler looks up a draft count by batch size once a step
+(``num_speculative_tokens_per_batch_size``); here the answer comes from the policy. The
+count goes with the scheduler's output to the worker, which drafts that many in this
+step, and to the next step, which verifies them; so it is always in time, with
+asynchronous scheduling too.
+"""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_mtp import compat
+from vllm_mtp.auto.acceptance import AcceptanceModel
+from vllm_mtp.auto.costs import CostCacheError, CostModel, CostTable, default_table
+from vllm_mtp.auto.ladder import build_ladder
+from vllm_mtp.auto.policy import Policy
+from vllm_mtp.auto.profile import cost_key, cost_path
+
+logger = init_logger(__name__)
+
+LOG_EVERY = 30.0
+"""Seconds between two log lines about the choice, while it changes."""
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler as _Upstream
+else:
+    _Upstream = object
+
+
+class AutoShapeMixin(_Upstream):  # type: ignore[misc]
+    """Goes before a vLLM scheduler."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = compat.read_config(self.vllm_config)
+        ladder = build_ladder(config.shape)
+        self.rung_of = {rung.num_nodes: i for i, rung in enumerate(ladder)}
+        self.policy = Policy(
+            ladder,
+            AcceptanceModel(ladder, config.shape.topk),
+            CostModel(self._load_costs(config, ladder), len(ladder)),
+        )
+        self.dynamic_sd_lookup = self
+        self._context = 1024
+        self._last_update = 0.0
+        self._last_step: tuple[int, int] | None = None
+        self._logged = (0.0, -1)
+
+    def _load_costs(self, config: Any, ladder: Any) -> CostTable:
+        path: Path = cost_path(self.vllm_config)
+        try:
+            return CostTable.load(path, cost_key(self.vllm_config), ladder)
+        except CostCacheError as error:
+            logger.info(
+                "mtp_tree: no measured step costs (%s: %s); starting from typical "
+                "ones, corrected while serving.",
+                path,
+                error,
+            )
+            return default_table(ladder)
+
+    def __getitem__(self, num_scheduled: int) -> int:
+        """Nodes to draft in a step of so many requests (``dynamic_sd_lookup``)."""
+        policy = self.policy
+        if policy.steps % 8 == 0 and self.running:
+            total = sum(request.num_computed_tokens for request in self.running)
+            self._context = max(total // len(self.running), 1)
+        rung = policy.choose(num_scheduled, self._context)
+        self._log()
+        return policy.ladder[rung].num_nodes
+
+    def _log(self) -> None:
+        choice, now = self.policy.choice, time.monotonic()
+        if choice.rung == self._logged[1] or now - self._logged[0] < LOG_EVERY:
+            return
+        self._logged = (now, choice.rung)
+        rung = self.policy.ladder[choice.rung]
+        logger.info(
+            "mtp_tree: auto shape is now %d nodes, depth %d, at batch %d (expects "
+            "accept length %.2f and %.1f ms a step; %d changes so far)",
+            rung.num_nodes,
+            rung.num_steps,
+            self.policy.decided_batch,
+            choice.accept_length,
+            choice.step_ms,
+            self.policy.num_switches,
+        )
+
+    def update_from_output(
+        self, scheduler_output: Any, model_runner_output: Any
+    ) -> Any:
+        """Tell the policy what the step accepted and how long it took."""
+        self._observe(scheduler_output, model_runner_output)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _observe(self, scheduler_output: Any, output: Any) -> None:
+        now = time.perf_counter()
+        elapsed, self._last_update = now - self._last_update, now
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        scheduled = scheduler_output.num_scheduled_tokens
+        sampled = output.sampled_token_ids
+        if not scheduled or not sampled:
+            self._last_step = None
+            return
+        widths = {len(tokens) for tokens in drafts.values()}
+        width = next(iter(widths)) if len(widths) == 1 else -1 if widths else 0
+        rung = self.rung_of.get(width)
+        if rung is None:
+            self._last_step = None
+            return
+        if rung > 0:
+            index = output.req_id_to_index
+            counts = [len(sampled[index[r]]) - 1 for r in drafts if r in index]
+            counts = [count for count in counts if count >= 0]
+            self.policy.acceptance.observe(
+                rung,
+                trees=len(counts),
+                accepted=sum(counts),
+                firsts=sum(count > 0 for count in counts),
+            )
+        # Only decoding requests, and the drafts made are those of the same rung.
+        decoding = scheduler_output.total_num_scheduled_tokens == len(scheduled) * (
+            width + 1
+        ) and len(drafts) == (len(scheduled) if rung else 0)
+        next_width = scheduler_output.num_spec_tokens_to_schedule
+        step = (rung, len(scheduled)) if decoding and next_width == width else None
+        if step is not None and step == self._last_step:
+            self.policy.costs.observe(*step, self._context, elapsed * 1e3)
+        self._last_step = step
+
+
+def build_scheduler(*args: Any, **kwargs: Any) -> Any:
+    """The scheduler that fits ``vllm_config``; vLLM resolves this name and calls it."""
+    vllm_config: Any = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+    asynchronous = vllm_config.scheduler_config.async_scheduling
+    cls = AutoShapeAsyncScheduler if asynchronous else AutoShapeScheduler
+    return cls(*args, **kwargs)
+
+
+class AutoShapeScheduler(AutoShapeMixin, Scheduler):  # type: ignore[misc]
+    """With synchronous scheduling."""
+
+
+class AutoShapeAsyncScheduler(AutoShapeMixin, AsyncScheduler):  # type: ignore[misc]
+    """With asynchronous scheduling."""
