@@ -16,7 +16,7 @@ from tests.conftest import GPUS
 from tests.helpers.engine import counters, engine, runner_of
 
 MAX_MODEL_LEN = 512 if GPUS else 192
-BLOCK_SIZE = 16 if GPUS == 0 else 64
+BLOCK_SIZE = 16
 
 SETTINGS: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 16}
 if GPUS:
@@ -69,7 +69,8 @@ def scheduled_engine(speculative: Any, **settings: Any) -> Iterator["Scheduled"]
     merged = {**SETTINGS, **settings}
     with contextlib.ExitStack() as stack:
         if not GPUS:
-            merged |= {"attention_backend": "AMX_MLA", "block_size": BLOCK_SIZE}
+            merged = {"block_size": BLOCK_SIZE, **merged}
+            merged["attention_backend"] = "AMX_MLA"
             stack.enter_context(gpu_scheduling_on_cpu())
         yield Scheduled(stack.enter_context(engine(speculative, **merged)))
 
