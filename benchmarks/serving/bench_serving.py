@@ -55,7 +55,12 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--out", type=Path, required=True)
-    add("--shapes", nargs="+", default=SHAPES.split(), help="off, chain:N, tree:S,k,N")
+    add(
+        "--shapes",
+        nargs="+",
+        default=SHAPES.split(),
+        help="off, auto, chain:N, tree:S,k,N",
+    )
     add("--batches", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 128])
     add("--inputs", type=int, nargs="+", default=[1024, 8192])
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
@@ -175,6 +180,8 @@ class Bench:
                     llm, prompts, batch, rounds, temperature, args.tokens
                 )
                 rows.append(self.row(speculation, temperature, length, batch, window))
+                if speculation.family == "auto":
+                    rows[-1]["chose"] = chosen_by(llm)
                 print(*(f"{k}={v}" for k, v in rows[-1].items()), flush=True)
         return rows
 
@@ -251,6 +258,13 @@ class Bench:
             gc.collect()
             longest = max(longest, self.elapsed - before)
         return failed
+
+
+def chosen_by(llm: Any) -> list[int]:
+    """N and S of the tree size that ``"shape": "auto"`` has settled on."""
+    policy = llm.llm_engine.engine_core.engine_core.scheduler.policy
+    rung = policy.ladder[policy.current]
+    return [rung.num_nodes, rung.num_steps]
 
 
 def main() -> None:

@@ -40,6 +40,9 @@ def summarize(measured: Sequence[Row]) -> list[Row]:
             if family != "off":
                 line[family] = best["shape"].split(":", 1)[1]
                 line[f"{family}_accept_length"] = best["accept_length"]
+        for row in rows:
+            if row["family"] == "auto":
+                line["auto_tok_s"], line["auto_chose"] = row["tok_s"], row["chose"]
         for other in ("off", "chain"):
             if "tree_tok_s" in line and f"{other}_tok_s" in line:
                 ratio = line["tree_tok_s"] / line[f"{other}_tok_s"]
@@ -59,6 +62,11 @@ def compare_loads(measured: Sequence[Row]) -> list[Row]:
         if row["temperature"] == 0:
             found = rates.setdefault((row["family"], row["shape"]), {})
             found[row["batch"], row["input_len"]] = row["tok_s"]
+    chose = {
+        (row["batch"], row["input_len"]): row["chose"]
+        for row in measured
+        if row["temperature"] == 0 and "chose" in row
+    }
     loads = sorted(set.intersection(*map(set, rates.values()))) if rates else []
     if not loads:
         return []
@@ -69,7 +77,8 @@ def compare_loads(measured: Sequence[Row]) -> list[Row]:
     return [
         {"batch": batch, "input_len": length}
         | {f: rates[f, shape][batch, length] for f, (_, shape) in best.items()}
-        | {f"{f}_shape": shape for f, (_, shape) in best.items() if f != "off"}
+        | {f"{f}_shape": s for f, (_, s) in best.items() if f in ("chain", "tree")}
+        | ({"auto_chose": chose[batch, length]} if (batch, length) in chose else {})
         for batch, length in loads
     ]
 

@@ -1,8 +1,11 @@
-"""Names of configurations: ``off``, ``chain:3``, ``tree:3,4,7``, ..."""
+"""Names of configurations: ``off``, ``chain:3``, ``tree:3,4,7``, ``auto``, ..."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from vllm_mtp.auto.ladder import build_ladder
+from vllm_mtp.config import METHOD, TreeShape, parse_settings
 
 
 @dataclass(frozen=True)
@@ -11,7 +14,8 @@ class Shape:
 
     name: str
     family: str
-    """``off``, ``chain`` (vLLM's in-tree ``mtp``) or ``tree`` (``mtp_tree``)."""
+    """``off``, ``chain`` (vLLM's in-tree ``mtp``), ``tree`` (``mtp_tree``) or
+    ``auto`` (``mtp_tree`` whose shape follows the load)."""
 
     num_steps: int
     topk: int
@@ -20,20 +24,30 @@ class Shape:
 
     @classmethod
     def parse(cls, name: str) -> "Shape":
-        """Understand ``off``, ``chain:N``, ``chain:N:probabilistic``, ``tree:S,k,N``.
+        """Understand ``off``, ``auto``, ``chain:N``, ``chain:N:probabilistic`` and
+        ``tree:S,k,N``.
 
         Raises:
             ValueError: for anything else.
         """
         family, *rest = name.split(":")
+        speculative: dict[str, Any]
         if family == "off" and not rest:
             return cls(name, family, 0, 1, 0, None)
+        if family == "auto" and not rest:
+            speculative = {"method": METHOD, "shape": "auto"}
+            largest = parse_settings(speculative).config.shape
+            return cls(
+                name,
+                family,
+                largest.num_steps,
+                largest.topk,
+                largest.num_nodes,
+                speculative,
+            )
         if family == "chain" and rest:
             nodes = int(rest[0])
-            speculative: dict[str, Any] = {
-                "method": "mtp",
-                "num_speculative_tokens": nodes,
-            }
+            speculative = {"method": "mtp", "num_speculative_tokens": nodes}
             if rest[1:]:
                 speculative["draft_sample_method"] = rest[1]
             return cls(name, family, nodes, 1, nodes, speculative)
@@ -47,8 +61,8 @@ class Shape:
             }
             return cls(name, family, steps, topk, nodes, speculative)
         raise ValueError(
-            f"{name!r} is no configuration; use off, chain:N, chain:N:probabilistic or "
-            "tree:STEPS,TOPK,NODES"
+            f"{name!r} is no configuration; use off, auto, chain:N, "
+            "chain:N:probabilistic or tree:STEPS,TOPK,NODES"
         )
 
     @property
@@ -67,4 +81,7 @@ class Shape:
         chain's one.
         """
         rows = {self.num_rows, self.topk}
+        if self.family == "auto":
+            ladder = build_ladder(TreeShape(self.num_steps, self.topk, self.num_nodes))
+            rows |= {rung.num_nodes + 1 for rung in ladder}
         return sorted({batch * n for batch in batches for n in rows})
