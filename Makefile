@@ -5,12 +5,14 @@ BIN := $(VENV)/bin
 # Steps of an installation that are done, so that they are not done again.
 STAMP := $(VENV)/.installed
 
-.PHONY: help env demo test test-all lint clean
+.PHONY: help env demo test test-all lint wheel audit clean
 
 help:
 	@echo "make env    set up $(VENV): vLLM for the CPU, this plugin, the tests' tools"
 	@echo "make demo   generate with and without mtp_tree on the embedded model"
 	@echo "make test   lint, types and every test that needs no GPU"
+	@echo "make wheel  build the wheel of HEAD twice, require equal bytes, put it in dist/"
+	@echo "make audit  look the package's dependencies up in the advisory database"
 
 env: $(STAMP)
 
@@ -40,5 +42,14 @@ lint: env
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+wheel: env
+	PYTHON=$(BIN)/python bash .ci/wheel
+
+# In an environment of its own, so that its dependencies change nothing here.
+audit:
+	$(PYTHON) -m venv $(VENV)-audit
+	$(VENV)-audit/bin/python -m pip install --quiet 'pip-audit>=2.7,<3'
+	$(VENV)-audit/bin/pip-audit .
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-audit build dist *.egg-info
