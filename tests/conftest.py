@@ -21,6 +21,10 @@ GPUS = _gpu_count()
 if GPUS == 0:
     # Before the first import of triton: its decorators read this once.
     os.environ["TRITON_INTERPRET"] = "1"
+    # Where several test processes share few cores, threads that wait for each other
+    # by spinning make a step up to eight times slower.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

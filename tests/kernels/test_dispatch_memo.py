@@ -98,6 +98,26 @@ def test_same_operand_twice() -> None:
 
 
 @triton.jit
+def _scalar_mask_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    lanes = tl.arange(0, BLOCK)
+    is_on = tl.load(x_ptr) < tl.load(x_ptr + 1)
+    tl.store(out_ptr + lanes, 1.0, mask=is_on & (lanes < 3))
+
+
+def test_a_comparison_of_scalars_is_a_mask() -> None:
+    """Catches: structured output fails, its kernel has such a mask."""
+
+    def make_args(g: torch.Generator) -> tuple[Any, ...]:
+        return torch.randint(0, 3, (2,), generator=g), torch.zeros(4)
+
+    compare(_scalar_mask_kernel, (1,), make_args, BLOCK=4)
+    out = run(
+        _scalar_mask_kernel, (1,), (torch.tensor([1, 2]), torch.zeros(4)), BLOCK=4
+    )
+    assert out[1].tolist() == [1, 1, 1, 0]
+
+
+@triton.jit
 def _arithmetic_kernel(f_ptr, i_ptr, h_ptr, out_ptr, wide_ptr, BLOCK: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
     base = tl.program_id(0) * BLOCK

@@ -129,9 +129,34 @@ def keep_interpreter_patched() -> None:
         object.__setattr__(options, "sanitize_overflow", False)
 
 
+def keep_comparisons_boolean() -> None:
+    """Let a comparison of scalars be a mask after it was broadcast.
+
+    Triton 3.9's interpreter gives the result of a comparison its operands' type, which
+    turns it into integers when it meets a block; loads and stores refuse these. vLLM's
+    kernel for grammars is the one that does it.
+    """
+    from triton import language
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    original = builder.create_splat
+    if getattr(original, "_vllm_mtp_boolean", False):
+        return
+
+    def create_splat(self: Any, ret_ty: Any, arg: Any) -> Any:
+        if arg.data.dtype == bool and arg.dtype != language.int1:
+            arg = interpreter.TensorHandle(arg.data, language.int1)
+        return original(self, ret_ty, arg)
+
+    create_splat._vllm_mtp_boolean = True  # type: ignore[attr-defined]
+    builder.create_splat = create_splat
+
+
 def register_backend() -> None:
     """Make ``triton.backends.backends["cpu"]`` exist. A real one is left in place."""
     keep_interpreter_patched()
+    keep_comparisons_boolean()
     known = triton_backends.backends
     if BACKEND_NAME not in known:
         known[BACKEND_NAME] = triton_backends.Backend(
