@@ -6,6 +6,7 @@ only adds a look at the method's name.
 
 import functools
 import logging
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -335,6 +336,70 @@ def keep_graphs(manager: Any, batches: list[int]) -> None:
                     key = (num_tokens, loras)
                     manager._candidates.setdefault(key, []).append(desc)
                 start = desc.num_tokens + 1
+
+
+# --- the draft model ------------------------------------------------------------------
+
+
+def draft_modules_replaced(stand_ins: Mapping[str, type]) -> Any:
+    """Context manager: ``DeepSeekMTP`` built inside takes these modules for its own.
+
+    0.32, 0.33: it always allocates an embedding and a head (3.7 GB for DeepSeek-V3),
+    and ``load_eagle_model`` drops them after they were read. Can go when it does not.
+    """
+    import contextlib
+
+    from vllm.model_executor.models import deepseek_mtp
+
+    @contextlib.contextmanager
+    def replaced() -> Any:
+        originals = {name: getattr(deepseek_mtp, name) for name in stand_ins}
+        try:
+            for name, stand_in in stand_ins.items():
+                setattr(deepseek_mtp, name, stand_in)
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(deepseek_mtp, name, original)
+
+    return replaced()
+
+
+def load_draft_model(
+    target_model: Any, vllm_config: Any, architecture: str, model_cls: type
+) -> Any:
+    """Have vLLM load a draft of class ``model_cls``, named ``architecture`` there.
+
+    0.32, 0.33: ``load_eagle_model`` takes the class from the config's architecture, so
+    the name is lent for the time of the call. Can go when a class can be handed over.
+    """
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
+
+    if architecture not in ModelRegistry.get_supported_archs():
+        ModelRegistry.register_model(architecture, model_cls)
+    hf_config = vllm_config.speculative_config.draft_model_config.hf_config
+    before = hf_config.architectures
+    hf_config.architectures = [architecture]
+    try:
+        return load_eagle_model(target_model, vllm_config)
+    finally:
+        hf_config.architectures = before
+
+
+# --- in the step ----------------------------------------------------------------------
+
+
+def target_uniforms() -> Any:
+    """The module with the uniforms of the target's noise, as Triton functions.
+
+    0.32, 0.33: ``_log1p_neg_stable``, ``murmur3_hash32``, ``murmur3_uniform32`` and
+    ``murmur3_uniform64`` of ``vllm.v1.worker.gpu.sample.gumbel``. Can go when the
+    noise itself is a function there, apart from the argmax.
+    """
+    from vllm.v1.worker.gpu.sample import gumbel
+
+    return gumbel
 
 
 def target_kv_layers(

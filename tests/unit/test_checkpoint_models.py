@@ -152,14 +152,25 @@ class TestAfterLoading:
         assert "covers 64 positions, but max_model_len is 65" in message
         assert "(rotary)" in message
 
-    def test_architecture_is_put_back(self, target):
-        from vllm_mtp.models.loader import _our_architecture
+    def test_architecture_is_put_back(self, target, monkeypatch):
+        from vllm.v1.worker.gpu.spec_decode.eagle import utils
+
+        from vllm_mtp import compat
+        from vllm_mtp.models.draft_model import MTPDraftModel
 
         vllm_config = make_vllm_config(target)
         hf_config = vllm_config.speculative_config.draft_model_config.hf_config
         before = hf_config.architectures
-        with _our_architecture(vllm_config):
+
+        def fail(target_model, given):
             assert hf_config.architectures == ["MTPTreeDraftModel"]
+            raise RuntimeError("full disk")
+
+        monkeypatch.setattr(utils, "load_eagle_model", fail)
+        with pytest.raises(RuntimeError, match="full disk"):
+            compat.load_draft_model(
+                None, vllm_config, "MTPTreeDraftModel", MTPDraftModel
+            )
         assert hf_config.architectures == before == ["DeepSeekMTPModel"]
 
 

@@ -14,6 +14,7 @@ from tests.helpers.checkpoints import (
     save_model,
     save_nextn,
 )
+from tests.helpers.engine import MODEL
 from vllm_mtp.cli.main import COMMANDS, app
 
 CONFIG = make_config()
@@ -149,6 +150,11 @@ class TestInspect:
             "embedding and head shared with the target",
         ):
             assert words in text
+
+    def test_one_of_a_kind_is_not_plural(self):
+        text = run("inspect", MODEL).output
+        assert "1 file" in text
+        assert "1 files" not in text
 
     def test_nextn_folder(self, tmp_path):
         config = CONFIG | {"quantization_config": FP8_CONFIG}

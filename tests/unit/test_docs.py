@@ -266,6 +266,26 @@ def test_every_seam_is_documented() -> None:
     assert {name for name in seams if f"`{name}`" not in text} == set()
 
 
+def names_of_the_runner() -> dict[str, set[str]]:
+    """Module -> what it imports from vLLM's workers, which promise nothing."""
+    found: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(tree_of(path)):
+            module = getattr(node, "module", None) or ""
+            if isinstance(node, ast.ImportFrom) and module.startswith("vllm.v1.worker"):
+                names = found.setdefault(path.relative_to(PACKAGE).as_posix(), set())
+                names |= {alias.name for alias in node.names}
+    found.pop("compat.py")
+    return found
+
+
+def test_private_names_are_documented_or_in_compat() -> None:
+    text = read_doc("compatibility").split("### Seams")[1]
+    for module, names in names_of_the_runner().items():
+        (row,) = (r for r in text.splitlines() if r.startswith(f"| [`{module}`]"))
+        assert {name for name in names if f"`{name}`" not in row} == set(), module
+
+
 def test_every_backend_is_documented() -> None:
     source = (PACKAGE / "attention" / "base.py").read_text()
     backends = re.findall(r'^    "([A-Z_]+)": "vllm_mtp\.', source, re.MULTILINE)

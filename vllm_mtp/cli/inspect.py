@@ -57,10 +57,14 @@ def _describe_folder(report: Inspection) -> list[tuple[str, str]]:
         ("quantization", report.quantization_method or "none declared"),
         (
             "stored",
-            f"{report.num_tensors:,} tensors, {report.nbytes / 2**20:,.1f} MiB, "
-            f"{report.num_files} files",
+            f"{_count(report.num_tensors, 'tensor')}, "
+            f"{report.nbytes / 2**20:,.1f} MiB, {_count(report.num_files, 'file')}",
         ),
     ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _describe_layer(layer: LayerSummary) -> list[tuple[str, str]]:
@@ -72,7 +76,7 @@ def _describe_layer(layer: LayerSummary) -> list[tuple[str, str]]:
     rows = [
         (
             f"layer {layer.index}",
-            f"{layer.num_tensors:,} tensors, {layer.nbytes / 2**20:,.1f} MiB, "
+            f"{_count(layer.num_tensors, 'tensor')}, {layer.nbytes / 2**20:,.1f} MiB, "
             f"{layer.precision}, own copies: {', '.join(own) or 'none'}",
         )
     ]

@@ -10,14 +10,13 @@ and off by about 1e-5, good enough to find where to look closer.
 
 from vllm.triton_utils import tl, tldevice, triton
 
-# Private to vLLM, the same in 0.32 and 0.33: the target's uniforms. They can go when
-# the noise itself is a function there, apart from the argmax.
-from vllm.v1.worker.gpu.sample.gumbel import (
-    _log1p_neg_stable,
-    murmur3_hash32,
-    murmur3_uniform32,
-    murmur3_uniform64,
-)
+from vllm_mtp import compat
+
+_uniforms = compat.target_uniforms()
+_log1p_neg_stable = _uniforms._log1p_neg_stable
+murmur3_hash32 = _uniforms.murmur3_hash32
+murmur3_uniform32 = _uniforms.murmur3_uniform32
+murmur3_uniform64 = _uniforms.murmur3_uniform64
 
 FAST_MATH = not triton.knobs.runtime.interpret
 """Triton's interpreter has no libdevice."""

@@ -1,6 +1,5 @@
 """vLLM's DeepSeek MTP model, built and loaded by a ``LoadPlan``."""
 
-import contextlib
 import contextvars
 import copy
 from collections.abc import Iterable, Iterator
@@ -9,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.models import deepseek_mtp
 from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
 
+from vllm_mtp import compat
 from vllm_mtp.checkpoint.layout import EMBEDDING, HEAD, split_layer_name
 from vllm_mtp.checkpoint.plan import LoadPlan
 from vllm_mtp.models.quantization import build_quant_config
@@ -43,8 +42,10 @@ class MTPDraftModel(DeepSeekMTP):  # type: ignore[misc]
         plan = current_plan.get()
         own = plan.own if plan is not None else frozenset()
         derived = derive_config(vllm_config, plan)
+        modules = {EMBEDDING: "VocabParallelEmbedding", HEAD: "ParallelLMHead"}
+        stand_ins = {modules[name]: SharedLater for name in modules if name not in own}
         with (
-            _shared_stand_ins(own),
+            compat.draft_modules_replaced(stand_ins),
             set_current_vllm_config(derived, prefix=prefix),
         ):
             super().__init__(vllm_config=derived, prefix=prefix)
@@ -82,25 +83,6 @@ def _without_copies(
     for name, tensor in weights:
         if not name.endswith((EMBEDDING, HEAD)):
             yield name, tensor
-
-
-@contextlib.contextmanager
-def _shared_stand_ins(own: frozenset[str]) -> Iterator[None]:
-    """Make vLLM's model build ``SharedLater`` where the target's module will go.
-
-    0.32, 0.33: ``DeepSeekMTP`` always allocates both (3.7 GB for DeepSeek-V3), and
-    ``load_eagle_model`` drops them after they were read. Can go when it does not.
-    """
-    names = {EMBEDDING: "VocabParallelEmbedding", HEAD: "ParallelLMHead"}
-    replaced = [names[name] for name in names if name not in own]
-    originals = {name: getattr(deepseek_mtp, name) for name in replaced}
-    try:
-        for name in replaced:
-            setattr(deepseek_mtp, name, SharedLater)
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(deepseek_mtp, name, original)
 
 
 def derive_config(vllm_config: VllmConfig, plan: LoadPlan | None) -> VllmConfig:

@@ -1,17 +1,14 @@
 """Loads the draft model in a worker: plan from headers, build, load, share, check."""
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.model_loader.weight_utils import download_weights_from_hf
-from vllm.model_executor.models import ModelRegistry
-from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 
+from vllm_mtp import compat
 from vllm_mtp.checkpoint.folder import open_checkpoint
 from vllm_mtp.checkpoint.plan import LoadPlan
 from vllm_mtp.checkpoint.safetensors_file import CheckpointError
@@ -48,8 +45,9 @@ def load_mtp_layer(target_model: nn.Module, vllm_config: VllmConfig) -> nn.Modul
         logger.info("mtp_tree: drafting with %s", plan.describe())
     token = current_plan.set(plan)
     try:
-        with _our_architecture(vllm_config):
-            model: nn.Module = load_eagle_model(target_model, vllm_config)
+        model: nn.Module = compat.load_draft_model(
+            target_model, vllm_config, ARCHITECTURE, MTPDraftModel
+        )
     finally:
         current_plan.reset(token)
     _check_shared(model)
@@ -100,24 +98,6 @@ def _find_folder(model_config: ModelConfig, load_config: Any) -> Path | None:
             ignore_patterns=load_config.ignore_patterns,
         )
     return Path(folder)
-
-
-@contextlib.contextmanager
-def _our_architecture(vllm_config: VllmConfig) -> Iterator[None]:
-    """Let vLLM's loader build ``MTPDraftModel`` for the draft's config.
-
-    0.32, 0.33: ``load_eagle_model`` takes the class from the config's architecture, so
-    the name is lent for the time of the call. Can go when a class can be handed over.
-    """
-    if ARCHITECTURE not in ModelRegistry.get_supported_archs():
-        ModelRegistry.register_model(ARCHITECTURE, MTPDraftModel)
-    hf_config = vllm_config.speculative_config.draft_model_config.hf_config
-    before = hf_config.architectures
-    hf_config.architectures = [ARCHITECTURE]
-    try:
-        yield
-    finally:
-        hf_config.architectures = before
 
 
 def _check_shared(model: nn.Module) -> None:
