@@ -15,8 +15,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
-from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     RejectionSampler,
     get_max_chunk_logits,
@@ -77,9 +77,7 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]
             emitted,
             num_emitted,
         )
-        logprobs = self._path_logprobs(
-            logits, fed, positions, emitted, num_emitted, input_batch
-        )
+        logprobs = self._path_logprobs(logits, fed, positions, emitted, input_batch)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             num_emitted,
             input_batch.seq_lens,
@@ -147,14 +145,14 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]
         fed: torch.Tensor,
         positions: torch.Tensor,
         emitted: torch.Tensor,
-        num_emitted: torch.Tensor,
         batch: InputBatch,
     ) -> LogprobsTensors | None:
         """Log-probabilities in path order, one row per emitted token."""
-        states = self.sampler.sampling_states
-        max_num_logprobs = states.max_num_logprobs(batch.idx_mapping_np)
-        if max_num_logprobs == NO_LOGPROBS:
+        # Unlike vLLM's rejection sampler, requests for logprob_token_ids included.
+        wanted = self.sampler.get_logprobs_dims(batch.idx_mapping_np)
+        if wanted is None:
             return None
+        num_logprobs, max_token_ids = wanted
         if self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES:
             chunks = [
                 self.sampler.apply_sampling_params(
@@ -163,22 +161,32 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]
                 for start, end in self._chunks(logits, batch)
             ]
             logits = torch.cat(chunks)
-        return self._get_logprobs_tensors(
-            emitted,
-            num_emitted,
-            logits[self._path_rows(batch)],
-            batch.cu_num_logits,
-            batch.cu_num_logits_np,
-            max_num_logprobs,
+        rows, tokens = self._path_rows(emitted, batch)
+        expanded = logits.shape[0] != batch.num_reqs
+        return compute_topk_scores(
+            logits[rows],
+            num_logprobs,
+            tokens,
+            batch.cu_num_logits_np.tolist() if expanded else None,
+            self.sampler.logprob_token_ids_state,
+            batch.expanded_idx_mapping,
+            max_token_ids,
+            logits_mode=self.sampler.logprobs_mode.endswith("_logits"),
         )
 
-    def _path_rows(self, batch: InputBatch) -> torch.Tensor:
-        """For each logits row the row that takes its place in path order."""
+    def _path_rows(
+        self, emitted: torch.Tensor, batch: InputBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Path order: for each logits row the row in its place, and what it emitted.
+
+        Past the end of a path the row is any of the request's and the token is 0.
+        """
         counts = np.diff(batch.cu_num_logits_np)
         reqs_np = np.repeat(np.arange(batch.num_reqs), counts)
         reqs = async_tensor_h2d(reqs_np, device=batch.cu_num_logits.device)
-        starts: torch.Tensor = batch.cu_num_logits[reqs].long()
-        return starts + self.tree.path[reqs, batch.expanded_local_pos.long()].long()
+        place = batch.expanded_local_pos.long()
+        rows = batch.cu_num_logits[reqs].long() + self.tree.path[reqs, place].long()
+        return rows, emitted[reqs, place]
 
 
 def request_chunks(starts: list[int], limit: int) -> Iterator[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Requests that end inside an accepted run: same ids, length and reason."""
+"""Requests that end inside an accepted run: same ids, logprobs, text and reason."""
 
 from typing import Any
 
@@ -11,13 +11,22 @@ from tests.helpers.prompts import held_out
 MAX_MODEL_LEN = 96
 
 
-def cases(reference: list[int]) -> dict[str, tuple[dict[str, Any], int]]:
-    """Name -> (sampling parameters, prompt length); ``reference`` is the free text."""
+def cases(
+    reference: list[int], pieces: list[str]
+) -> dict[str, tuple[dict[str, Any], int]]:
+    """Name -> (sampling parameters, prompt length).
+
+    ``reference`` is the free text's ids, ``pieces`` the text of each.
+    """
     found: dict[str, tuple[dict[str, Any], int]] = {}
     for offset in range(5, 10):
         stop = {"stop_token_ids": [reference[offset]], "max_tokens": 12}
         found[f"stop-{offset}"] = (stop, 33)
         found[f"cap-{offset}"] = ({"max_tokens": offset, "ignore_eos": True}, 33)
+        text = {"stop": ["".join(pieces[offset - 1 : offset + 1])], "logprobs": 2}
+        found[f"string-{offset}"] = ({**text, "max_tokens": 40}, 33)
+        text["include_stop_str_in_output"] = True
+        found[f"included-{offset}"] = ({**text, "max_tokens": 40}, 33)
     found["n"] = ({"n": 3, "temperature": 0.8, "seed": 5, "max_tokens": 10}, 9)
     found["stop-string"] = ({"stop": ["self"], "max_tokens": 40}, 33)
     found["min-tokens"] = (
@@ -42,7 +51,13 @@ def outcomes(llm: Any, wanted: dict[str, tuple[dict[str, Any], int]]) -> dict[st
     outputs = llm.generate(inputs, params, use_tqdm=False)
     return {
         name: [
-            (list(c.token_ids), c.text, c.finish_reason, c.stop_reason)
+            (
+                list(c.token_ids),
+                c.text,
+                c.finish_reason,
+                c.stop_reason,
+                c.logprobs is not None and len(c.logprobs) == len(c.token_ids),
+            )
             for c in output.outputs
         ]
         for name, output in zip(wanted, outputs, strict=True)
@@ -53,7 +68,8 @@ def outcomes(llm: Any, wanted: dict[str, tuple[dict[str, Any], int]]) -> dict[st
 def reference() -> tuple[dict[str, Any], dict[str, Any]]:
     with engine(max_model_len=MAX_MODEL_LEN) as llm:
         free = {"free": ({"max_tokens": 12, "ignore_eos": True}, 33)}
-        wanted = cases(outcomes(llm, free)["free"][0][0])
+        ids = outcomes(llm, free)["free"][0][0]
+        wanted = cases(ids, [llm.get_tokenizer().decode([i]) for i in ids])
         return wanted, outcomes(llm, wanted)
 
 
