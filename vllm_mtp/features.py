@@ -63,13 +63,13 @@ FEATURES = (
     ),
     Feature("min_tokens", ServedBy.TREE, _OWN_ROW, {"min_tokens": 4}),
     Feature(
-        "logprobs",
+        "logprobs, logprob_token_ids",
         ServedBy.TREE,
         "rows of the accepted path are reported in order, one per emitted token",
-        {"logprobs": 3},
+        {"logprobs": 3, "logprob_token_ids": [5, 6]},
     ),
     Feature(
-        "stop, stop_token_ids, max_tokens, ignore_eos",
+        "stop, stop_token_ids, max_tokens, ignore_eos, repetition_detection",
         ServedBy.TREE,
         _LATER,
         {"stop": ["x"], "stop_token_ids": [5], "max_tokens": 4, "ignore_eos": True},
@@ -96,7 +96,12 @@ FEATURES = (
     Feature(
         "thinking_token_budget", ServedBy.CHAIN, _HISTORY, {"thinking_token_budget": 8}
     ),
-    Feature("custom logits processors", ServedBy.CHAIN, _HISTORY),
+    Feature(
+        "custom logits processors",
+        ServedBy.CHAIN,
+        "may look back the same way; only requests that one of them claims "
+        "(`add_request` returns true) are concerned",
+    ),
     Feature(
         "prompt being read (prefill), prompt_logprobs",
         ServedBy.NOTHING,

@@ -1,7 +1,8 @@
 """Tree-aware stand-ins for vLLM's penalties and bad words.
 
 They take the place of the originals in ``Sampler.logits_processors``, keep the
-originals' per-request state, and only replace how a row's history is found.
+originals' per-request state, and only replace how a row's history is found. Processors
+of others stay, and say which requests they need chains for.
 """
 
 from dataclasses import replace
@@ -102,16 +103,45 @@ class TreeBadWords(_TreeProcessor):
         return logits
 
 
+class WatchedProcessor(LogitsProcessor):  # type: ignore[misc]
+    """A processor of others, applied as it is; notes the requests that it claims.
+
+    It may read a row's history off the rows before it, so these requests draft chains.
+    """
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+        self.claimed: set[int] = set()
+        """Slots of the requests whose logits it modifies."""
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        claims = bool(self.original.add_request(req_idx, sampling_params))
+        (self.claimed.add if claims else self.claimed.discard)(req_idx)
+        return claims
+
+    def apply_staged_writes(self) -> None:
+        self.original.apply_staged_writes()
+
+    def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
+        processed: torch.Tensor = self.original.apply(logits, ctx)
+        return processed
+
+
 def make_history_tree_aware(sampler: Any, tree: TreeBuffers) -> None:
     """Swap the processors that look back; the sampler's other state stays."""
-    stand_ins = {PenaltiesState: TreePenalties, BadWordsState: TreeBadWords}
-    sampler.logits_processors = [
-        stand_ins[type(p)](p, tree) if type(p) in stand_ins else p
-        for p in sampler.logits_processors
-    ]
+
+    def stand_in(processor: Any) -> Any:
+        if type(processor) is PenaltiesState:
+            return TreePenalties(processor, tree)
+        if type(processor) is BadWordsState:
+            return TreeBadWords(processor, tree)
+        known = type(processor) is LogitBiasState
+        return processor if known else WatchedProcessor(processor)
+
+    sampler.logits_processors = [stand_in(p) for p in sampler.logits_processors]
 
 
-def has_foreign_processors(sampler: Any) -> bool:
-    """Whether logits processors run that are neither vLLM's own nor ours."""
-    known = (LogitBiasState, PenaltiesState, BadWordsState, _TreeProcessor)
-    return any(not isinstance(p, known) for p in sampler.logits_processors)
+def is_claimed(sampler: Any, slot: int) -> bool:
+    """Whether a logits processor of others modifies the logits of this request."""
+    watched = (p for p in sampler.logits_processors if isinstance(p, WatchedProcessor))
+    return any(slot in p.claimed for p in watched)

@@ -17,9 +17,10 @@ from vllm_mtp.attention.base import TREE_BACKENDS, TreeBuilderMixin
 from vllm_mtp.auto.ladder import graph_batches
 from vllm_mtp.auto.profile import load_or_measure
 from vllm_mtp.config import SettingsError
-from vllm_mtp.history import has_foreign_processors
+from vllm_mtp.history import is_claimed
 from vllm_mtp.kernels.kv_commit import build_kv_table, commit_kv, commit_rows
 from vllm_mtp.kernels.tree_rows import prepare_tree_rows
+from vllm_mtp.requests import needs_chain
 from vllm_mtp.speculator import MTPTreeSpeculator
 from vllm_mtp.totals import AcceptanceTotals
 from vllm_mtp.verifier import TreeVerifier
@@ -46,7 +47,6 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
         self.rejection_sampler = TreeVerifier(
             self.sampler, self.speculative_config, self.device, self.tree
         )
-        self.speculator.chains_only = has_foreign_processors(self.sampler)
         self.totals = AcceptanceTotals(self.device)
         self.collector = self._build_collector()
         if self.collector is not None:
@@ -124,9 +124,12 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
 
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)
+        new_reqs = scheduler_output.scheduled_new_reqs
+        slots = [self.req_states.req_id_to_index[new.req_id] for new in new_reqs]
         self.speculator.add_requests(
-            (self.req_states.req_id_to_index[new.req_id], new.sampling_params)
-            for new in scheduler_output.scheduled_new_reqs
+            (slot, needs_chain(new.sampling_params) or is_claimed(self.sampler, slot))
+            for slot, new in zip(slots, new_reqs, strict=True)
+            if new.sampling_params is not None
         )
         if self.collector is not None:
             self.collector.add_requests(scheduler_output.scheduled_new_reqs)

@@ -30,7 +30,6 @@ from vllm_mtp.kernels.tree_expand import expand_tree
 from vllm_mtp.kernels.tree_pack import pack_tree
 from vllm_mtp.kernels.tree_topk import build_topk_workspace, tree_topk
 from vllm_mtp.models import load_mtp_layer
-from vllm_mtp.requests import needs_chain
 
 logger = init_logger(__name__)
 
@@ -54,9 +53,6 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         # Draft with the noise of the target's sampler; off only to measure what it
         # brings (benchmarks/acceptance.py).
         self.coupled = True
-        # Set by the runner when logits processors of others are installed: they may
-        # read a row's history off the rows before it.
-        self.chains_only = False
         k = self.shape.topk
         self.topk_workspace = build_topk_workspace(
             self.max_num_reqs * k, self.vocab_size, device
@@ -140,13 +136,9 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
                     progress_bar_desc=f"Capturing draft levels to depth {depth}",
                 )
 
-    def add_requests(self, requests: Iterable[tuple[int, Any]]) -> None:
-        """Note which of the new ``(slot, sampling parameters)`` draft chains."""
-        slots = [
-            (s, self.chains_only or needs_chain(p))
-            for s, p in requests
-            if p is not None
-        ]
+    def add_requests(self, requests: Iterable[tuple[int, bool]]) -> None:
+        """Note which of the new ``(slot, is chain)`` draft chains."""
+        slots = list(requests)
         if slots:
             index = async_tensor_h2d([s for s, _ in slots], device=self.device)
             value = async_tensor_h2d([chain for _, chain in slots], device=self.device)
