@@ -42,6 +42,8 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         config = compat.read_config(vllm_config)
         self.shape = config.shape
         self.ladder = build_ladder(config.shape) if config.auto else None
+        # One fused graph of all levels for every depth; none before graphs are set up.
+        self.level_graphs: dict[int, SpeculatorCudaGraphManager] = {}
         # Nodes of a dummy run's drafts; None: all. Set while step costs are measured.
         self.dummy_nodes: int | None = None
         self._check_sizes()
@@ -103,7 +105,6 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         depths = {self.shape.num_steps}
         if self.ladder is not None:
             depths |= {rung.num_steps for rung in self.ladder if rung.num_nodes}
-        # One fused graph of all levels for every depth and batch size.
         self.level_graphs = {
             depth: SpeculatorCudaGraphManager(
                 self.vllm_config,
@@ -225,7 +226,7 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         **unused: Any,
     ) -> None:
         """Run levels 1..S-1 and pack, as one graph where the batch size has one."""
-        graphs = self.level_graphs[num_steps]
+        graphs = self.level_graphs.get(num_steps)
         num_reqs, k = input_batch.num_reqs, self.shape.topk
         self._prepare_levels(num_reqs)
         sync, num_tokens = None, num_reqs * k
@@ -253,6 +254,7 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
                 step=0,
             )
         if batch_desc.cg_mode == CUDAGraphMode.FULL:
+            assert graphs is not None
             graphs.run_fullgraph(batch_desc)
             return
         self._generate_draft(

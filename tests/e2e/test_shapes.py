@@ -3,7 +3,7 @@
 import pytest
 
 from tests.e2e.test_ids import mtp_tree, sampling
-from tests.helpers.engine import engine, generate
+from tests.helpers.engine import engine, generate, runner_of
 from tests.helpers.prompts import held_out
 
 SHORT = tuple(range(1, 11))
@@ -40,3 +40,12 @@ def test_short_prompts_in_any_shape(
         assert ids == reference
         alone = generate(llm, held_out(3, SHORT)[2:], sampling(3, (0.0,), 12)[2:])
     assert alone == reference[2:3]
+
+
+def test_a_pass_runs_before_graphs_are_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM profiles memory with dummy passes, drafts included, before any graph."""
+    with engine(mtp_tree(2, 2, 3)) as llm:
+        runner = runner_of(llm)
+        monkeypatch.setattr(runner.speculator, "level_graphs", {})
+        monkeypatch.setattr(runner.speculator, "decode_cudagraph_manager", None)
+        runner._dummy_run(8, uniform_decode=True)
