@@ -48,4 +48,4 @@ def test_a_pass_runs_before_graphs_are_set_up(monkeypatch: pytest.MonkeyPatch) -
         runner = runner_of(llm)
         monkeypatch.setattr(runner.speculator, "level_graphs", {})
         monkeypatch.setattr(runner.speculator, "decode_cudagraph_manager", None)
-        runner._dummy_run(8, uniform_decode=True)
+        runner._dummy_run(8, uniform_decode=True, is_profile=True)
