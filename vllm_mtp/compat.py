@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm_mtp.config import METHOD, SETTINGS_KEY, MTPConfig, SettingsError
 from vllm_mtp.config import parse_settings as _parse_settings
+from vllm_mtp.metrics.counts import PassNote
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -20,6 +21,7 @@ SUPPORTED_VERSIONS = ("0.32.", "0.33.")
 
 GPU_WORKER = "vllm_mtp.worker.TreeWorker"
 CPU_WORKER = "vllm_mtp.cpu.worker.TreeCPUWorker"
+SCHEDULER = "vllm_mtp.scheduler.build_scheduler"
 
 
 def vllm_version() -> str | None:
@@ -154,11 +156,13 @@ def _accept(
         _prepare_auto(engine_args, parsed.config)
     cpu = current_platform.is_cpu()
     parallel_config.worker_cls = CPU_WORKER if cpu else GPU_WORKER
+    if engine_args.scheduler_cls is None:
+        engine_args.scheduler_cls = SCHEDULER
+    elif engine_args.scheduler_cls != SCHEDULER:
+        logger.info("mtp_tree: no metrics of its own beside a --scheduler-cls")
     lift_request_refusals()
+    hook_stat_loggers()
     return parsed
-
-
-SCHEDULER = "vllm_mtp.auto.scheduler.build_scheduler"
 
 
 def _prepare_auto(engine_args: Any, config: MTPConfig) -> None:
@@ -229,6 +233,73 @@ def is_tree_config(speculative_config: Any) -> bool:
     """Whether a ``SpeculativeConfig`` was made for ``mtp_tree``."""
     parallel = getattr(speculative_config, "target_parallel_config", None)
     return getattr(parallel, "worker_cls", None) in (GPU_WORKER, CPU_WORKER)
+
+
+# --- metrics ------------------------------------------------------------------------
+
+
+def hook_stat_loggers() -> None:
+    """Add the tree's stat logger to those of engines of method ``mtp_tree`` only.
+
+    0.32, 0.33: the entry points ``vllm.stat_logger_plugins`` are not asked for offline
+    engines, and switch statistics on where they were switched off. Can go when both
+    change.
+    """
+    from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
+
+    original = StatLoggerManager.__init__
+    if getattr(original, "_vllm_mtp_hook", False):
+        return
+
+    @functools.wraps(original)
+    def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, vllm_config, *args, **kwargs)
+        if not is_tree_config(vllm_config.speculative_config):
+            return
+        from vllm_mtp.metrics.stat_logger import TreeStatLogger
+
+        theirs = (x for x in self.stat_loggers if isinstance(x, PrometheusStatLogger))
+        counter_cls = next(theirs)._counter_cls
+        ours = TreeStatLogger(vllm_config, self.engine_indexes, counter_cls)
+        # First, so that the others do not see its counts.
+        self.stat_loggers.insert(0, ours)
+
+    init._vllm_mtp_hook = True  # type: ignore[attr-defined]
+    StatLoggerManager.__init__ = init
+
+
+_COUNT_PREFIX = "mtp_tree/"
+
+
+def send_counts(scheduler_stats: Any, counts: Mapping[str, int]) -> None:
+    """Put counts into statistics on their way to the front end.
+
+    0.32, 0.33: ``SchedulerStats`` is decoded by its fields, and has no open one. The
+    dictionary of LoRA adapters travels empty until the front end fills it. Can go when
+    there is a field for out-of-tree statistics.
+    """
+    for name, count in counts.items():
+        scheduler_stats.waiting_lora_adapters[_COUNT_PREFIX + name] = count
+
+
+def receive_counts(scheduler_stats: Any) -> dict[str, int]:
+    """Take the counts of ``send_counts`` out again."""
+    carrier = scheduler_stats.waiting_lora_adapters
+    keys = [key for key in carrier if key.startswith(_COUNT_PREFIX)]
+    return {key.removeprefix(_COUNT_PREFIX): carrier.pop(key) for key in keys}
+
+
+def hang_pass_note(output: Any, note: PassNote) -> None:
+    """Hang a note on a runner's output, which is pickled whole to the scheduler.
+
+    0.32, 0.33: ``AsyncOutput.model_runner_output`` is what the worker sends.
+    """
+    getattr(output, "model_runner_output", output).mtp_tree_note = note
+
+
+def take_pass_note(runner_output: Any) -> PassNote | None:
+    """The note of ``hang_pass_note``; None on an output without one."""
+    return getattr(runner_output, "mtp_tree_note", None)
 
 
 # --- the runner ----------------------------------------------------------------------

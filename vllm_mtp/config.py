@@ -117,7 +117,14 @@ SGLANG_NAMES = {
 }
 """SGLang's option to ours; its draft tokens count the root, ours do not."""
 
-OWN_KEYS = ("shape", "num_steps", "topk", "num_speculative_tokens", "trace")
+OWN_KEYS = (
+    "shape",
+    "num_steps",
+    "topk",
+    "num_speculative_tokens",
+    "trace",
+    "timing",
+)
 """Keys this method adds to, or reads from, ``--speculative-config``."""
 
 PASSED_KEYS = (
@@ -184,6 +191,9 @@ class MTPConfig:
     trace: dict[str, Any] | None = None
     """Settings of the tree trace (``vllm_mtp.trace.settings``); None: no trace."""
 
+    timing: bool = False
+    """Whether the phases of each pass are timed, for the metrics."""
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for ``VllmConfig.additional_config`` (it is hashed and sent)."""
         return asdict(self)
@@ -240,7 +250,12 @@ def parse_settings(settings: Mapping[str, Any]) -> ParsedSettings:
         )
     passed = {k: v for k, v in given.items() if k in PASSED_KEYS}
     return ParsedSettings(
-        config=MTPConfig(shape, auto, _parse_trace(given.get("trace"))),
+        config=MTPConfig(
+            shape=shape,
+            auto=auto,
+            trace=_parse_trace(given.get("trace")),
+            timing=_parse_flag("timing", given.get("timing")),
+        ),
         vllm_config={
             "method": "mtp",
             "num_speculative_tokens": shape.num_nodes,
@@ -266,6 +281,12 @@ def _parse_trace(value: Any) -> dict[str, Any] | None:
     from vllm_mtp.trace.settings import TraceSettings
 
     return TraceSettings.parse(value).to_dict()
+
+
+def _parse_flag(name: str, value: Any) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise SettingsError(f"mtp_tree: {name}={value!r} must be true or false.")
+    return bool(value)
 
 
 def _translate_sglang_names(given: dict[str, Any]) -> dict[str, str]:

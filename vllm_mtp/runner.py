@@ -20,6 +20,8 @@ from vllm_mtp.config import SettingsError
 from vllm_mtp.history import is_claimed
 from vllm_mtp.kernels.kv_commit import build_kv_table, commit_kv, commit_rows
 from vllm_mtp.kernels.tree_rows import prepare_tree_rows
+from vllm_mtp.metrics.counts import note_of
+from vllm_mtp.metrics.timing import PhaseTimer
 from vllm_mtp.requests import needs_chain
 from vllm_mtp.speculator import MTPTreeSpeculator
 from vllm_mtp.totals import AcceptanceTotals
@@ -41,6 +43,16 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
             super().__init__(vllm_config, device)
         self.tree = self.speculator.tree
         self.tree_attn = self.speculator.tree_attn
+        self.timer = self.speculator.timer = self._build_timer()
+        # Of the requests that came with the step at hand.
+        self.new_chains: tuple[str, ...] = ()
+
+    def _build_timer(self) -> PhaseTimer | None:
+        """Times phases for the metrics or the trace; None when neither asks."""
+        config = compat.read_config(self.vllm_config)
+        if not config.timing and config.trace is None:
+            return None
+        return PhaseTimer(self.device)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -50,6 +62,7 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
         self.totals = AcceptanceTotals(self.device)
         self.collector = self._build_collector()
         if self.collector is not None:
+            self.collector.timer = self.timer
             collect = functools.partial(self.collector.collect, self.tree)
             self.rejection_sampler.observer = collect
 
@@ -126,16 +139,21 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
         super().add_requests(scheduler_output)
         new_reqs = scheduler_output.scheduled_new_reqs
         slots = [self.req_states.req_id_to_index[new.req_id] for new in new_reqs]
-        self.speculator.add_requests(
-            (slot, needs_chain(new.sampling_params) or is_claimed(self.sampler, slot))
+        chains = {
+            (slot, new.req_id): needs_chain(new.sampling_params)
+            or is_claimed(self.sampler, slot)
             for slot, new in zip(slots, new_reqs, strict=True)
             if new.sampling_params is not None
-        )
+        }
+        self.speculator.add_requests((slot, c) for (slot, _), c in chains.items())
+        self.new_chains = tuple(req_id for (_, req_id), c in chains.items() if c)
         if self.collector is not None:
             self.collector.add_requests(scheduler_output.scheduled_new_reqs)
 
     def prepare_attn(self, input_batch: Any) -> Any:
         """Slots from linear positions as upstream, then tree positions and masks."""
+        if self.timer is not None:
+            self.timer.begin()
         block_tables, slot_mappings = super().prepare_attn(input_batch)
         has_drafts = input_batch.num_draft_tokens > 0
         # The rows of a chain are causal and in place: stock attention, no commit.
@@ -160,12 +178,27 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
         self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any
     ) -> Any:
         """Verify (``TreeVerifier``), then commit the accepted paths."""
+        if self.timer is not None:
+            self.timer.mark("verifying")
         output = super().sample(hidden_states, input_batch, grammar_output)
         if input_batch.num_draft_tokens > 0:
             num_drafted = int((input_batch.num_draft_tokens_per_req > 0).sum())
             self.totals.add(num_drafted, num_sampled=output[1])
         if self.tree_attn.verify_active:
             self.commit(hidden_states, input_batch, num_accepted=output[1])
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """A note for the scheduler's counts goes with the output."""
+        output = super().sample_tokens(grammar_output)
+        if output is not None:
+            note = note_of(
+                self.tree.shape,
+                self.speculator.depth_drafted,
+                new_chains=self.new_chains,
+                phase_us=self.timer.take_us() if self.timer is not None else {},
+            )
+            compat.hang_pass_note(output, note)
         return output
 
     def shutdown(self) -> None:

@@ -29,6 +29,7 @@ from vllm_mtp.config import SettingsError
 from vllm_mtp.kernels.tree_expand import expand_tree
 from vllm_mtp.kernels.tree_pack import pack_tree
 from vllm_mtp.kernels.tree_topk import build_topk_workspace, tree_topk
+from vllm_mtp.metrics.timing import PhaseTimer
 from vllm_mtp.models import load_mtp_layer
 
 logger = init_logger(__name__)
@@ -55,6 +56,9 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         # Draft with the noise of the target's sampler; off only to measure what it
         # brings (benchmarks/acceptance.py).
         self.coupled = True
+        # For the metrics: set by the runner; levels last drafted, 0 for none.
+        self.timer: PhaseTimer | None = None
+        self.depth_drafted = 0
         k = self.shape.topk
         self.topk_workspace = build_topk_workspace(
             self.max_num_reqs * k, self.vocab_size, device
@@ -159,12 +163,18 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
             wanted = self.num_speculative_steps
             if self.dummy_nodes is not None:
                 wanted = self.dummy_nodes
+        self.depth_drafted = self._depth_of(wanted) if wanted > 0 else 0
+        if self.timer is not None:
+            self.timer.mark("bookkeeping")
         # Upstream's draft prefill and no chain steps; it ends in sample_draft.
         super().propose(
             input_batch, *args, num_speculative_tokens=min(wanted, 1), **kwargs
         )
         if wanted > 0:
-            self._draft_levels(input_batch, self._depth_of(wanted), **kwargs)
+            self._draft_levels(input_batch, self.depth_drafted, **kwargs)
+        if self.timer is not None:
+            self.timer.mark("drafting")
+            self.timer.end()
         drafted: torch.Tensor = self.draft_tokens[: input_batch.num_reqs]
         return drafted
 

@@ -82,12 +82,13 @@ def write_m1(target: Path, source: Path = MODEL) -> Path:
     """Writes a model whose MTP layer computes what the main model computes.
 
     No transformer block adds anything to the residual stream (`o_proj` and `down_proj`
-    are zero), so the main model's next token depends on the current token only. The MTP
-    layer passes its token's embedding through `eh_proj`, drops the hidden state, and
-    ends in the same head. `enorm` rescales what `shared_head.norm` rescales again, so
-    both see the same direction; the embeddings are made large for the epsilon in the
-    norms not to matter. A shift in the head keeps the greedy chain from settling: token
-    t is followed by t + 1 within the vocabulary, then by the first ordinary token.
+    are next to zero), so the main model's next token depends on the current token only.
+    The MTP layer passes its token's embedding through `eh_proj`, drops the hidden
+    state, and ends in the same head. `enorm` rescales what `shared_head.norm` rescales
+    again, so both see the same direction; the embeddings are made large for the epsilon
+    in the norms not to matter. A shift in the head keeps the greedy chain from
+    settling: token t is followed by t + 1 within the vocabulary, then by the first
+    ordinary token.
     """
 
     def edit(tensors: Tensors, config: Config) -> Tensors:
@@ -107,7 +108,9 @@ def write_m1(target: Path, source: Path = MODEL) -> Path:
             elif name == "lm_head.weight" or "shared_head.head" in name:
                 new = head
             elif "o_proj" in name or "down_proj" in name:
-                new = torch.zeros(weight.shape)
+                # Lost in the residual stream's rounding. All zeros are refused as a
+                # layer that was never filled in.
+                new = torch.full(weight.shape, 1e-20)
             elif name.endswith("eh_proj.weight"):
                 new = torch.eye(hidden_size, 2 * hidden_size)
             elif name in (

@@ -1,11 +1,13 @@
 """``"shape": "auto"``: any sequence of tree sizes gives the same tokens."""
 
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from tests.e2e.test_ids import LENGTHS, sampling
+from tests.e2e.test_metrics import read_counts
 from tests.helpers.engine import counters, engine, generate
 from tests.helpers.prompts import held_out
 
@@ -56,9 +58,28 @@ def test_ids_are_equal_whatever_the_policy_does(
         return rung
 
     monkeypatch.setattr(policy, "choose", choose)
-    before = counters(auto)
+    before, counted = counters(auto), read_counts(auto)
     params = sampling(COUNT, (0.0, 0.8), TOKENS)
     assert generate(auto, held_out(COUNT, LENGTHS), params) == reference
     assert len(used) == len(policy.ladder)
     after = counters(auto)
     assert after["num_accepted_tokens"] > before["num_accepted_tokens"] + COUNT
+    check_counts(read_counts(auto) - counted, {r.num_nodes for r in policy.ladder})
+
+
+def check_counts(counts: Counter[str], sizes: set[int]) -> None:
+    """Metrics of a run in which every size was used, and every request had a tree."""
+    drafts = counts["spec_decode_num_drafts"]
+    without = {k.split("/")[1]: n for k, n in counts.items() if "without" in k}
+    assert without["prefill"] == COUNT
+    assert without["policy"] > 0
+    # The last pass of a request may emit more than it was asked for.
+    emitted = drafts + counts["spec_decode_num_accepted_tokens"] + sum(without.values())
+    assert COUNT * TOKENS <= emitted <= COUNT * (TOKENS + 5)
+    verified = counts["mtp_tree_nodes_verified"]
+    assert verified == counts["spec_decode_num_draft_tokens"]
+    widths = {int(k.split("/")[1]): n for k, n in counts.items() if "passes" in k}
+    assert widths.keys() == sizes
+    least, most = (sum(w * n for w, n in widths.items()) * k for k in (1, COUNT))
+    assert least <= verified <= most
+    assert counts["mtp_tree_nodes_drafted"] > verified

@@ -1,5 +1,6 @@
 """The OpenAI-compatible server with the option, driven by the openai client."""
 
+import re
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -73,12 +74,20 @@ def test_min_p_and_logit_bias_are_served(server: Server) -> None:
 def test_metrics_are_exposed(server: Server) -> None:
     complete(server, held_out(1)[0])
     page = urllib.request.urlopen(f"{server.url}/metrics").read().decode()
-    values = {
-        line.split("{")[0]: float(line.rsplit(" ", 1)[1])
-        for line in page.splitlines()
-        if line.startswith("vllm:spec_decode") and "_per_pos" not in line
-    }
+    values = {}
+    for line in page.splitlines():
+        if line.startswith(("vllm:spec_decode", "vllm:mtp_tree")):
+            name, labels = line.split("{")
+            own = re.findall(r'(?:reason|nodes|position)="(\w+)"', labels)
+            values["/".join([name, *own])] = float(line.rsplit(" ", 1)[1])
     drafts = values["vllm:spec_decode_num_drafts_total"]
     assert drafts > 0
     assert values["vllm:spec_decode_num_draft_tokens_total"] == 7 * drafts
     assert 0 < values["vllm:spec_decode_num_accepted_tokens_total"] <= 3 * drafts
+    assert values["vllm:mtp_tree_nodes_verified_total"] == 7 * drafts
+    prefills = values["vllm:mtp_tree_steps_without_drafts_total/prefill"]
+    assert prefills >= 1
+    drafted = values["vllm:mtp_tree_nodes_drafted_total"]
+    assert drafted == 36 * (drafts + prefills)
+    assert values["vllm:mtp_tree_passes_total/7"] > 0
+    assert not any("phase" in name for name in values)

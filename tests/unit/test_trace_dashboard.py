@@ -1,4 +1,4 @@
-"""The Grafana dashboard asks only for metrics that vLLM has, by their real labels."""
+"""The Grafana dashboard asks only for metrics that exist, by their real labels."""
 
 import importlib.util
 import json
@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from vllm_mtp.config import MTPConfig
+from vllm_mtp.metrics.counts import PREFIX, totals
 
 DASHBOARD: dict[str, Any] = json.loads(
     (Path(__file__).parents[2] / "examples" / "grafana_dashboard.json").read_text()
@@ -20,9 +23,12 @@ QUERIES = {
 SUFFIX = re.compile("_(total|count|sum|bucket)$")
 
 
+TOTALS = totals(MTPConfig(timing=True))
+
+
 @pytest.fixture(scope="module")
-def vllm_metrics() -> set[str]:
-    """Names in vLLM's source, which is read and not imported."""
+def known_metrics() -> set[str]:
+    """Ours, and the names in vLLM's source, which is read and not imported."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("vLLM is not installed")
@@ -32,18 +38,25 @@ def vllm_metrics() -> set[str]:
         for folder in ("metrics", "spec_decode")
         for path in (root / folder).glob("*.py")
     )
-    return set(re.findall(r'"(vllm:\w+)"', text))
+    return {PREFIX + name for name in TOTALS} | set(re.findall(r'"(vllm:\w+)"', text))
 
 
 @pytest.mark.parametrize("query", QUERIES.values(), ids=QUERIES)
-def test_query_uses_metrics_of_vllm(query: str, vllm_metrics: set[str]) -> None:
+def test_query_uses_metrics_that_exist(query: str, known_metrics: set[str]) -> None:
     names = set(re.findall(r"vllm:\w+", query))
     assert names
-    assert {SUFFIX.sub("", name) for name in names} <= vllm_metrics
+    assert {SUFFIX.sub("", name) for name in names} <= known_metrics
     assert query.count("(") == query.count(")")
     # Without its own brackets it takes the operand's for a list of labels.
     assert not re.search(r"group_left \((?!\))", query)
     assert query.count("model_name=~") == len(re.findall(r"vllm:\w+", query))
+
+
+def test_every_total_is_drawn() -> None:
+    for name, total in TOTALS.items():
+        using = [q for q in QUERIES.values() if f"{PREFIX}{name}_total" in q]
+        assert using, name
+        assert total.label is None or any(f", {total.label})" in q for q in using)
 
 
 def test_what_must_be_seen_is_there() -> None:

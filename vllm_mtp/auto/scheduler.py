@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_mtp import compat
 from vllm_mtp.auto.acceptance import AcceptanceModel
@@ -21,6 +19,7 @@ from vllm_mtp.auto.costs import CostCacheError, CostModel, CostTable, default_ta
 from vllm_mtp.auto.ladder import build_ladder
 from vllm_mtp.auto.policy import Policy
 from vllm_mtp.auto.profile import cost_key, cost_path
+from vllm_mtp.scheduler import TreeAsyncScheduler, TreeScheduler
 
 logger = init_logger(__name__)
 
@@ -135,17 +134,9 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
         self._last_step = step
 
 
-def build_scheduler(*args: Any, **kwargs: Any) -> Any:
-    """The scheduler that fits ``vllm_config``; vLLM resolves this name and calls it."""
-    vllm_config: Any = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
-    asynchronous = vllm_config.scheduler_config.async_scheduling
-    cls = AutoShapeAsyncScheduler if asynchronous else AutoShapeScheduler
-    return cls(*args, **kwargs)
-
-
-class AutoShapeScheduler(AutoShapeMixin, Scheduler):  # type: ignore[misc]
+class AutoShapeScheduler(AutoShapeMixin, TreeScheduler):  # type: ignore[misc]
     """With synchronous scheduling."""
 
 
-class AutoShapeAsyncScheduler(AutoShapeMixin, AsyncScheduler):  # type: ignore[misc]
+class AutoShapeAsyncScheduler(AutoShapeMixin, TreeAsyncScheduler):  # type: ignore[misc]
     """With asynchronous scheduling."""

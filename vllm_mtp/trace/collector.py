@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from vllm_mtp.buffers import TreeBuffers
+from vllm_mtp.metrics.timing import PhaseTimer
 from vllm_mtp.trace.settings import TraceSettings
 from vllm_mtp.trace.writer import TraceWriter, TreeStep
 
@@ -30,6 +31,8 @@ class TreeCollector:
             decode=decode,
         )
         self.step = 0
+        # Set by the runner: times of the pass and of the drafting before it.
+        self.timer: PhaseTimer | None = None
 
     def add_requests(self, new_requests: Any) -> None:
         """Offer the prompts of new requests."""
@@ -65,10 +68,15 @@ class TreeCollector:
             }
         )
         step, req_ids = self.step, list(input_batch.req_ids)
+        times = [
+            self.timer.last_ms(phase) if self.timer is not None else _no_time
+            for phase in ("drafting", "verifying")
+        ]
         starts = input_batch.cu_num_logits_np.copy()
 
         def finish() -> TreeStep:
             wait()
+            draft_ms, verify_ms = (time() for time in times)
             host: dict[str, Any] = {n: tensor.numpy() for n, tensor in arrays.items()}
             width = host["parents"].shape[1]
             return TreeStep(
@@ -77,10 +85,16 @@ class TreeCollector:
                 num_rows=np.diff(starts),
                 tokens=_by_request(host.pop("fed"), starts, width),
                 drawn=_by_request(host.pop("drawn"), starts, width),
+                draft_ms=draft_ms,
+                verify_ms=verify_ms,
                 **host,
             )
 
         self.writer.write(finish)
+
+
+def _no_time() -> float | None:
+    return None
 
 
 def _copy_to_host(
