@@ -36,9 +36,29 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def expected(server: Server) -> list[list[int]]:
+def probes(server: Server) -> list[list[int]]:
+    """Prompts whose ids do not depend on the batch they are in.
+
+    In bfloat16 those are the ones without near ties, of all the held-out prompts.
+    """
+    if not GPUS:
+        return held_out(4)
+
+    def smallest_gap(prompt: list[int]) -> float:
+        tops = server.complete(prompt, logprobs=2).choices[0].logprobs.top_logprobs
+        gaps = []
+        for top in tops:
+            values = sorted(top.values())
+            gaps.append(values[-1] - values[-2] if len(values) > 1 else 0.0)
+        return min(gaps)
+
+    return sorted(held_out(48), key=smallest_gap)[-4:]
+
+
+@pytest.fixture(scope="module")
+def expected(server: Server, probes: list[list[int]]) -> list[list[int]]:
     """Ids of the probes, each alone on the server."""
-    return [ids_of(server.complete(p)) for p in held_out(4)]
+    return [ids_of(server.complete(p)) for p in probes]
 
 
 def ids_of(answer: Any) -> list[int]:
@@ -79,7 +99,7 @@ def post(server: Server, body: bytes) -> tuple[int, str]:
 
 
 def test_bad_requests_are_refused_beside_good_ones(
-    server: Server, expected: list[list[int]]
+    server: Server, probes: list[list[int]], expected: list[list[int]]
 ) -> None:
     """Each gets a 4xx with words, never a 5xx or an answer."""
     good = {"model": "tiny", "prompt": held_out(1)[0], "max_tokens": 4}
@@ -87,15 +107,17 @@ def test_bad_requests_are_refused_beside_good_ones(
     bodies["no JSON"] = b"{"
     bodies["pickle"] = b"\x80\x04\x95\x0b\x00\x00\x00"
     with ThreadPoolExecutor(2) as pool:
-        probes = [pool.submit(server.complete, p) for p in held_out(4)]
+        beside = [pool.submit(server.complete, p) for p in probes]
         answers = {name: post(server, body) for name, body in bodies.items()}
-    assert [ids_of(p.result()) for p in probes] == expected
+    assert [ids_of(p.result()) for p in beside] == expected
     for name, (status, text) in answers.items():
         assert 400 <= status < 500, f"{name}: {status} {text}"
         assert "message" in text or "detail" in text, f"{name}: {text}"
 
 
-def test_a_client_that_stops_reading(server: Server, expected: list[list[int]]) -> None:
+def test_a_client_that_stops_reading(
+    server: Server, probes: list[list[int]], expected: list[list[int]]
+) -> None:
     """Its stream fills its own buffers and nobody else's; its KV comes back."""
     body = {"model": "tiny", "prompt": held_out(1)[0], "max_tokens": 400}
     text = json.dumps(body | {"stream": True, "ignore_eos": True, "logprobs": 5})
@@ -107,9 +129,7 @@ def test_a_client_that_stops_reading(server: Server, expected: list[list[int]]) 
     head += f"Content-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
     stuck.sendall((head + text).encode())
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(ids_of, pool.map(server.complete, held_out(4)))) == (
-            expected
-        )
+        assert list(pool.map(ids_of, pool.map(server.complete, probes))) == (expected)
     stuck.close()
     wait_until_idle(server)
 
@@ -136,10 +156,12 @@ def accepted_by(server: Server, prompt: list[int]) -> tuple[list[int], list[floa
     return ids, [after[n] - before[n] for n in names]
 
 
-def test_streams_cut_at_any_moment(server: Server, expected: list[list[int]]) -> None:
+def test_streams_cut_at_any_moment(
+    server: Server, probes: list[list[int]], expected: list[list[int]]
+) -> None:
     """After each round the rest equals itself, and drafting works as at the start."""
     rng = random.Random(0)
-    clean = accepted_by(server, held_out(1)[0])
+    clean = accepted_by(server, probes[0])
 
     def stream(job: tuple[list[int], int]) -> list[int]:
         prompt, cut = job
@@ -157,18 +179,18 @@ def test_streams_cut_at_any_moment(server: Server, expected: list[list[int]]) ->
         for victim in rng.sample(range(4), rng.choice((1, 2))):
             cuts[victim] = rng.choice((1, rng.randrange(2, 20), 23))
         with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(stream, zip(held_out(4), cuts, strict=True)))
+            found = list(pool.map(stream, zip(probes, cuts, strict=True)))
         for ids, whole in zip(found, expected, strict=True):
             assert ids == whole[: len(ids)]
     wait_until_idle(server)
-    assert accepted_by(server, held_out(1)[0]) == clean
+    assert accepted_by(server, probes[0]) == clean
     assert clean[1][1] > 0
 
 
 def test_a_trace_that_cannot_be_written_stops_alone(
-    server: Server, expected: list[list[int]]
+    server: Server, probes: list[list[int]], expected: list[list[int]]
 ) -> None:
-    assert ids_of(server.complete(held_out(1)[0])) == expected[0]
+    assert ids_of(server.complete(probes[0])) == expected[0]
     log = server.log.read_text()
     assert log.count("engine goes on without it") == 1, log[-2000:]
 

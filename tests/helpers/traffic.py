@@ -9,7 +9,7 @@ from tests.helpers.prompts import held_out
 
 VOCAB_SIZE = 2048
 LONGEST_PROMPT = 300 if GPUS else 90
-MOST_TOKENS = 120 if GPUS else 24
+MOST_TOKENS = 120 if GPUS else 32
 
 
 @dataclass
@@ -35,17 +35,19 @@ def make_round(seed: int, count: int) -> Round:
     texts = [p for p in held_out(48) if len(p) > 12]
     shared = rng.choice(texts) * 3
     found = Round(
-        budget=rng.choice((3, 9, 17, 40, 128, 2048, 2048)),
-        spare_tokens=rng.choice((0, 16, 64, 256, 100_000)),
+        budget=rng.choice((3, 9, 17, 40, 128, 2048, 2048, 2048)),
+        spare_tokens=rng.choice((0, 0, 16, 32, 100_000)),
     )
     for i in range(count):
         name = f"s{seed}-{i}"
         prompt = _prompt(rng, texts, shared)
         params = _params(rng)
         found.requests[name] = (prompt, params)
-        found.arrivals[name] = rng.choice((0, rng.randrange(40)))
+        found.arrivals[name] = rng.choice((0, 0, rng.randrange(40)))
         if rng.random() < 0.2:
-            found.aborts[name] = found.arrivals[name] + rng.randrange(1, 25)
+            found.aborts[name] = found.arrivals[name] + rng.randrange(
+                1, 40 if GPUS else 8
+            )
         longest = len(prompt) + params.max_tokens
         found.num_tokens = max(found.num_tokens, longest)
     return found
@@ -69,7 +71,9 @@ def _params(rng: random.Random) -> Any:
     settings: dict[str, Any] = {
         "temperature": rng.choice((0.0, 0.0, 0.5, 0.8, 1.0, 1.3)),
         "seed": rng.randrange(1 << 31),
-        "max_tokens": rng.choice((1, 2, rng.randint(3, MOST_TOKENS))),
+        "max_tokens": rng.choice(
+            (1, 2, *(rng.randint(3, MOST_TOKENS) for _ in range(4)))
+        ),
         "ignore_eos": rng.random() < 0.7,
     }
     if rng.random() < 0.2:
