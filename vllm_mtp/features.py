@@ -72,7 +72,13 @@ FEATURES = (
         "stop, stop_token_ids, max_tokens, ignore_eos, repetition_detection",
         ServedBy.TREE,
         _LATER,
-        {"stop": ["x"], "stop_token_ids": [5], "max_tokens": 4, "ignore_eos": True},
+        {
+            "stop": ["x"],
+            "stop_token_ids": [5],
+            "max_tokens": 4,
+            "ignore_eos": True,
+            "repetition_detection": {"max_pattern_size": 8, "min_count": 2},
+        },
     ),
     Feature(
         "n > 1",
@@ -106,7 +112,11 @@ FEATURES = (
         "prompt being read (prefill), prompt_logprobs",
         ServedBy.NOTHING,
         "drafting starts behind the first sampled token",
-        {"prompt_logprobs": 1},
+        {
+            "prompt_logprobs": 1,
+            "prompt_logprob_token_ids": [[5]],
+            "prompt_logprob_start": 0,
+        },
     ),
     Feature(
         "last tokens before max_model_len",

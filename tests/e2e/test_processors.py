@@ -112,3 +112,10 @@ def test_wrong_arguments_are_refused_with_the_reason(trees: Any) -> None:
         VLLMValidationError, match="no_return='maybe' is not true or false"
     ):
         generate(trees, prompts[:1], params[:1])
+
+
+def test_a_thinking_budget_without_thinking_is_refused(trees: Any) -> None:
+    prompts, params = requests()
+    params[0].thinking_token_budget = 3
+    with pytest.raises(VLLMValidationError, match="reasoning_config is not configured"):
+        generate(trees, prompts[:1], params[:1])

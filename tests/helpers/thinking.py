@@ -3,6 +3,8 @@
 Also a plugin file for ``--reasoning-parser-plugin``: the parser's name is ``marked``.
 """
 
+from typing import Any
+
 from vllm.reasoning import ReasoningParserManager
 from vllm.reasoning.deepseek_r1_reasoning_parser import DeepSeekR1ReasoningParser
 
@@ -21,3 +23,13 @@ class MarkedReasoningParser(DeepSeekR1ReasoningParser):  # type: ignore[misc]
     @property
     def end_token(self) -> str:
         return self.end
+
+    def extract_reasoning(
+        self, model_output: str, request: Any
+    ) -> tuple[str | None, str | None]:
+        """An answer without the marker holds no thinking."""
+        if self.end not in model_output:
+            return None, model_output
+        parts: tuple[str | None, str | None]
+        parts = super().extract_reasoning(model_output, request)
+        return parts

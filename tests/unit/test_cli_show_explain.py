@@ -258,6 +258,31 @@ def test_feature_table_says_what_the_engine_does(feature: Feature) -> None:
     for name, value in feature.example.items():
         if name == "structured_outputs":
             value = sampling.StructuredOutputsParams(**value)
+        if name == "repetition_detection":
+            value = sampling.RepetitionDetectionParams(**value)
         params = sampling.SamplingParams(**{name: value})
         chain = feature.served_by is ServedBy.CHAIN
         assert requests.needs_chain(params) is chain, name
+
+
+NOT_DRAFTED_FOR = {
+    # How the answer is written.
+    *("detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("include_stop_str_in_output", "output_kind", "output_text_buffer_length"),
+    *("stream_interval", "flat_logprobs", "skip_clone"),
+    # What is read or kept besides the tokens.
+    *("skip_reading_prefix_cache", "routed_experts_prompt_start"),
+    # For logits processors of others, which have a line.
+    "extra_args",
+    # Of engines that are refused at start-up.
+    *("watermarking", "trace_decode_token_ids"),
+}
+
+
+def test_every_sampling_parameter_has_a_line() -> None:
+    """Catches: a new parameter of vLLM that nobody has thought about."""
+    sampling = pytest.importorskip("vllm.sampling_params")
+    fields = {f for f in sampling.SamplingParams.__struct_fields__ if f[0] != "_"}
+    listed = {name for feature in FEATURES for name in feature.example}
+    assert fields - listed - NOT_DRAFTED_FOR == set()
+    assert listed <= fields
