@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import GPUS
 from tests.e2e.test_ids import mtp_tree
+from tests.e2e.test_structured import ANYTHING
 from tests.helpers.engine import engine
 from tests.helpers.margin import unequal_beyond_ties
 from tests.helpers.prompts import held_out
@@ -129,6 +130,22 @@ def preemption(s: Scheduled) -> tuple[Requests, Ids]:
     return wanted, found
 
 
+def grammars(s: Scheduled) -> tuple[Requests, Ids]:
+    """Grammars walk chains beside trees, also of a request that was preempted."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    wanted = requests((33, 20, 9, 28, 40, 17), tokens=2 * TOKENS)
+    for name in ("r0", "r1", "r3", "r4"):
+        wanted[name][1].structured_outputs = StructuredOutputsParams(regex=ANYTHING)
+        wanted[name][1].ignore_eos = False
+    longest = 40 + 2 * TOKENS
+    before = s.preemptions
+    with s.free_blocks(2 * (-(-longest // s.scheduler.block_size) + 1)):
+        found = s.drive(wanted)
+    assert s.preemptions > before or GPUS
+    return wanted, found
+
+
 def aborts(s: Scheduled) -> tuple[Requests, Ids]:
     """Requests are aborted in their prefill, in a verify pass, and near their end."""
     wanted = requests((33, 20, 65, 9, 28, 33, 17, 25))
@@ -203,6 +220,7 @@ SCENARIOS: dict[str, Callable[[Scheduled], tuple[Requests, Ids]]] = {
     "same-drafts": same_drafts,
     "prefix-hits": prefix_hits,
     "preemption": preemption,
+    "grammars": grammars,
     "aborts": aborts,
     "context-end": context_end,
     "with-and-without-drafts": with_and_without_drafts,
