@@ -221,6 +221,14 @@ def test_explain_says_why_a_model_is_refused(
     assert "candidates" in result.output
 
 
+@pytest.mark.parametrize("text", ["", "{", "\x00", "[" * 100_000])
+def test_explain_refuses_a_broken_config(run: Run, tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    result = run("explain", tmp_path)
+    assert result.exit_code == 1
+    assert "cannot be read (no JSON" in " ".join(result.output.split())
+
+
 def test_explain_says_when_a_draft_level_does_not_fit(run: Run) -> None:
     result = run("explain", "--max-num-seqs", "100", "--max-num-batched-tokens", "399")
     assert result.exit_code == 1

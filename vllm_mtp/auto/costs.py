@@ -1,6 +1,8 @@
 """Milliseconds of a decode step: measured at start-up, corrected while serving."""
 
+import itertools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,13 +73,17 @@ class CostTable:
             )
         except CostCacheError:
             raise
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, ArithmeticError) as error:
             raise CostCacheError(f"it is no cost file ({error!r})") from error
+        except RecursionError as error:
+            raise CostCacheError("it is no cost file (nested too deep)") from error
         sizes = {(len(rows), *map(len, rows)) for rows in table.times}
         wanted = {(len(table.contexts), *[len(table.batches)] * len(table.contexts))}
-        positive = all(t > 0 for rows in table.times for row in rows for t in row)
-        if len(table.times) != len(ladder) or sizes != wanted or not positive:
-            raise CostCacheError("its table is incomplete")
+        times = [t for rows in table.times for row in rows for t in row]
+        usable = all(0 < t < math.inf for t in times)
+        usable = usable and _is_axis(table.batches) and _is_axis(table.contexts)
+        if len(table.times) != len(ladder) or sizes != wanted or not usable:
+            raise CostCacheError("its table is incomplete or holds impossible numbers")
         return table
 
     @classmethod
@@ -92,6 +98,12 @@ class CostTable:
         except (OSError, UnicodeDecodeError) as error:
             raise CostCacheError(f"it cannot be read ({error})") from error
         return cls.from_json(text, key, ladder)
+
+
+def _is_axis(points: Sequence[int]) -> bool:
+    """Whether there are points, positive and rising."""
+    rising = all(a < b for a, b in itertools.pairwise(points))
+    return len(points) > 0 and points[0] > 0 and rising
 
 
 def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:

@@ -148,7 +148,7 @@ def read_model(path: Path, settings: ParsedSettings) -> Model:
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"no JSON, {error}"
         raise SettingsError(
             f"{file}: cannot be read ({reason}). MODEL is a local folder with a "
