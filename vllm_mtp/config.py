@@ -237,12 +237,12 @@ def parse_settings(settings: Mapping[str, Any]) -> ParsedSettings:
             nodes := sizes["num_speculative_tokens"], int
         ):
             sizes["num_steps"] = max(min(AUTO_SIZES["num_steps"], nodes), 1)
-    shape = _fill_shape(*(sizes[name] for name in AUTO_SIZES))
-    if auto and not shape.is_tree:
+    if auto and sizes["topk"] == 1:
         raise SettingsError(
-            'mtp_tree: "shape": "auto" needs topk of 2 or more, found '
-            f"{shape.topk}. Raise topk, or remove shape for chains."
+            'mtp_tree: "shape": "auto" needs topk of 2 or more, found 1. Raise topk, '
+            "or remove shape for chains."
         )
+    shape = _fill_shape(*(sizes[name] for name in AUTO_SIZES))
     if given.get("num_steps") not in (None, shape.num_steps):
         translated[f"num_steps={given['num_steps']}"] = (
             f"num_steps={shape.num_steps}, since a tree of {shape.num_nodes} nodes is "

@@ -5,8 +5,8 @@ what the target draws, and ``decay``, the factor by which ``p`` changes per dept
 children share what is left, each ``TAIL`` times as likely as the one before. So every
 node of the EAGLE-2 tree has a probability, and a rung's accept length is one plus the
 sum over its N best nodes. ``p`` follows the accept length just seen, ``decay`` the
-share of steps whose first draft was accepted; what the model misses between two rungs
-is learned as a factor whenever both are used.
+depths that were reached; what the model misses between two rungs is learned as a factor
+whenever both are used.
 """
 
 import bisect
@@ -24,36 +24,55 @@ DECAY_GRID = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1)
 MEMORY = 384.0
 """Verified trees that an estimate remembers (exponentially)."""
 
+VISIT = 256
+"""Trees after a change of rung that tell how wrong the model is between the two."""
+
+FACTOR_SPREAD = 0.1
+"""How wrong, relatively, the model may be between two rungs before anything is seen."""
+
+DRIFT = 0.01
+"""What a visit to another rung adds to that, as texts change."""
+
+NOISE = 1.2
+"""Standard deviation of the nodes one tree has accepted."""
+
 FACTOR_RANGE = (0.75, 1.33)
 
+FADE = 0.95
+"""Of a factor at each visit, so that all together cannot wander off."""
 
-def tree_acceptance(
-    rung: Rung, topk: int, p: float, decay: float
-) -> tuple[float, float]:
-    """Accept length and chance that a first draft is accepted, under the model."""
-    if rung.num_nodes == 0:
-        return 1.0, 0.0
+STALE = 16.0
+"""Trees that an estimate is worth after a time without drafts."""
+
+
+def tree_acceptance(rung: Rung, topk: int, p: float, decay: float) -> list[float]:
+    """Chance that depth 1, 2, ... S is reached; the accept length is one plus the sum.
+
+    Args:
+        rung: Size of the tree.
+        topk: Children of every expanded node.
+        p: Chance of the best child at depth 1.
+        decay: Factor of ``p`` from one depth to the next.
+    """
 
     def children(depth: int) -> list[float]:
         best = min(p * decay ** (depth - 1), 0.995)
         rest = (1 - best) * (1 - TAIL)
         return [best] + [min(best, rest * TAIL**j) for j in range(topk - 1)]
 
-    by_depth = [children(d) for d in range(1, rung.num_steps + 1)]
-    heap = [(-share, 1) for share in by_depth[0]]
+    reached = [0.0] * rung.num_steps
+    by_depth = [children(depth) for depth in range(1, rung.num_steps + 1)]
+    heap = [(-share, 1) for share in by_depth[0]] if by_depth else []
     heapq.heapify(heap)
-    total = first = 0.0
     for _ in range(rung.num_nodes):
         if not heap:
             break
         negative, depth = heapq.heappop(heap)
-        total -= negative
-        if depth == 1:
-            first -= negative
+        reached[depth - 1] -= negative
         if depth < rung.num_steps:
             for share in by_depth[depth]:
                 heapq.heappush(heap, (negative * share, depth + 1))
-    return 1.0 + total, first
+    return reached
 
 
 class AcceptanceModel:
@@ -61,89 +80,152 @@ class AcceptanceModel:
 
     def __init__(self, ladder: Sequence[Rung], topk: int) -> None:
         self.ladder = ladder
-        # [rung][decay][p] of (accept length, first accepted)
-        self.tables = [
+        # [rung][decay][p]: chance of each depth
+        self.reached = [
             [
                 [tree_acceptance(rung, topk, p, decay) for p in P_GRID]
                 for decay in DECAY_GRID
             ]
             for rung in ladder
         ]
+        # The same, summed: nodes accepted
+        self.accepts = [
+            [[sum(depths) for depths in row] for row in rows] for rows in self.reached
+        ]
         self.factors = [1.0] * len(ladder)
-        self.decay = DECAY_GRID.index(0.9)
-        # Trees, accepted tokens and accepted first drafts of the rung in use.
+        self.spreads = [FACTOR_SPREAD] * len(ladder)
+        # The drafter.
+        self.p, self.decay = 0.6, 0.9
+        # Trees remembered, as if all were of the rung in use, and how many of them
+        # reached each depth.
         self.rung = 0
-        self.trees = 0.0
-        self.accepted = 0.0
-        self.firsts = 0.0
-        self.p = 0.6
-        # What the rung before predicted, to compare a new rung with.
-        self.expected: float | None = None
+        self.trees = STALE
+        self.depths: list[float] = []
+        # The first trees of the rung in use, and what was expected of them.
+        self.visit_trees = self.visit_accepted = 0
+        self.expected = 0.0
+        # No comparison for the rung in use, since nothing was known before or it is
+        # done; nothing known of the text.
+        self.is_learned = self.is_stale = True
 
-    def observe(self, rung: int, trees: int, accepted: int, firsts: int) -> None:
-        """Take in one step: trees verified, nodes accepted, depth-1 nodes accepted."""
-        if rung == 0 or trees == 0:
+    def observe(self, rung: int, accepted: Sequence[int]) -> None:
+        """Take in one step: the nodes that each verified tree had accepted."""
+        if rung == 0:
+            # What was known of the text grows old.
+            self.is_stale = True
+        if rung == 0 or not accepted:
             return
-        if rung != self.rung:
-            self._leave()
-            self.rung = rung
-            self.trees = self.accepted = self.firsts = 0.0
-            self.expected = self.predict(rung)
-        keep = max(0.0, 1 - trees / MEMORY)
-        self.trees = self.trees * keep + trees
-        self.accepted = self.accepted * keep + accepted
-        self.firsts = self.firsts * keep + firsts
+        if rung != self.rung or self.is_stale:
+            self._learn_factor()
+            self._enter(rung)
+        if self.visit_trees < VISIT:
+            self.visit_trees += len(accepted)
+            self.visit_accepted += sum(accepted)
+            if self.visit_trees >= VISIT:
+                self._learn_factor()
+        keep = max(0.0, 1 - len(accepted) / MEMORY)
+        self.trees = self.trees * keep + len(accepted)
+        for index in range(len(self.depths)):
+            reached = sum(count > index for count in accepted)
+            self.depths[index] = self.depths[index] * keep + reached
         self._fit()
 
     def predict(self, rung: int) -> float:
         """Tokens a request emits in a step with this rung, the extra token included."""
         if rung == 0:
             return 1.0
-        length = self._lookup(rung, 0)
-        return 1 + (length - 1) * self.factors[rung]
+        return 1 + self._accepts(rung, self.decay, self.p) * self.factors[rung]
 
-    def _lookup(self, rung: int, what: int) -> float:
-        row = self.tables[rung][self.decay]
-        at = min(max(self.p / 0.02 - 1, 0.0), len(P_GRID) - 1.001)
-        low = int(at)
-        return row[low][what] + (at - low) * (row[low + 1][what] - row[low][what])
+    def _enter(self, rung: int) -> None:
+        """Go on with another rung, and what is known of the drafter in its terms."""
+        if self.is_stale:
+            self.trees = min(self.trees, STALE)
+        self.rung = rung
+        self.expected = self.predict(rung) - 1
+        self.visit_trees = self.visit_accepted = 0
+        self.is_learned, self.is_stale = self.is_stale, False
+        depths = self._depths(rung)
+        scale = self.trees * self.expected / max(sum(depths), 1e-6)
+        self.depths = [scale * chance for chance in depths]
 
     def _fit(self) -> None:
-        """Find ``p`` (and now and then ``decay``) that explain the running rung."""
-        # Worth a few trees of prior: the first step says little.
-        prior = 4.0
-        predicted = self.predict(self.rung) - 1
-        seen = (self.accepted + prior * predicted) / (self.trees + prior)
-        target = 1 + seen / self.factors[self.rung]
-        if self.ladder[self.rung].num_steps > 1 and self.trees >= 64:
-            first = self.firsts / self.trees
-            fits = []
-            for index in range(len(DECAY_GRID)):
-                p = self._invert(self.rung, index, target)
-                at = min(max(round(p / 0.02) - 1, 0), len(P_GRID) - 1)
-                wrong = abs(self.tables[self.rung][index][at][1] - first)
-                # Stay unless another is clearly better.
-                fits.append((wrong - 0.01 * (index == self.decay), index))
-            self.decay = min(fits)[1]
-        self.p = self._invert(self.rung, self.decay, target)
+        """Find the ``p`` and ``decay`` that explain the running rung."""
+        wanted = sum(self.depths) / self.trees / self.factors[self.rung]
+        if len(self.depths) > 1 and self.trees >= 64:
+            self.decay += 0.1 * (self._find_decay(wanted) - self.decay)
+        self.p = self._invert(self.rung, self.decay, wanted)
 
-    def _invert(self, rung: int, decay: int, length: float) -> float:
-        lengths = [pair[0] for pair in self.tables[rung][decay]]
-        at = bisect.bisect_left(lengths, length)
-        if at == 0:
-            return P_GRID[0]
-        if at == len(lengths):
-            return P_GRID[-1]
-        low, high = lengths[at - 1], lengths[at]
-        share = (length - low) / max(high - low, 1e-9)
-        return P_GRID[at - 1] + share * (P_GRID[at] - P_GRID[at - 1])
+    def _find_decay(self, accepts: float) -> float:
+        """The decay whose drafter of this accept length reaches the depths seen."""
+        seen = [count / self.trees for count in self.depths]
+        scale = max(sum(seen), 1e-3)
+        errors = []
+        for index, decay in enumerate(DECAY_GRID):
+            p = self._invert(self.rung, decay, accepts)
+            at = min(max(round(p / P_GRID[0]) - 1, 0), len(P_GRID) - 1)
+            depths = self.reached[self.rung][index][at]
+            total = max(sum(depths), 1e-3)
+            pairs = zip(depths, seen, strict=True)
+            errors.append(sum((a / total - b / scale) ** 2 for a, b in pairs))
+        best = min(range(len(errors)), key=errors.__getitem__)
+        if best in (0, len(errors) - 1):
+            return DECAY_GRID[best]
+        # The lowest point of the parabola through three neighbours.
+        left, middle, right = errors[best - 1 : best + 2]
+        bend = left - 2 * middle + right
+        shift = 0.5 * (left - right) / bend if bend > 0 else 0.0
+        return DECAY_GRID[best] + shift * (DECAY_GRID[best + 1] - DECAY_GRID[best])
 
-    def _leave(self) -> None:
-        """Compare the rung that ends with what was expected of it when it began."""
-        if self.expected is None or self.trees < 16 or self.rung == 0:
+    def _depths(self, rung: int) -> list[float]:
+        """Chance of each depth at the nearest point of the table."""
+        index, share = _between(DECAY_GRID, self.decay)
+        at = min(max(round(self.p / P_GRID[0]) - 1, 0), len(P_GRID) - 1)
+        return self.reached[rung][index + round(share)][at]
+
+    def _accepts(self, rung: int, decay: float, p: float) -> float:
+        """Nodes accepted, between the points of the table."""
+        at = min(max(p / P_GRID[0] - 1, 0.0), len(P_GRID) - 1.001)
+        low = int(at)
+        index, share = _between(DECAY_GRID, decay)
+        first, second = (
+            row[low] + (at - low) * (row[low + 1] - row[low])
+            for row in self.accepts[rung][index : index + 2]
+        )
+        return first + share * (second - first)
+
+    def _invert(self, rung: int, decay: float, accepts: float) -> float:
+        """The ``p`` that accepts so many nodes."""
+        low, high = P_GRID[0], P_GRID[-1]
+        for _ in range(12):
+            middle = (low + high) / 2
+            if self._accepts(rung, decay, middle) < accepts:
+                low = middle
+            else:
+                high = middle
+        return (low + high) / 2
+
+    def _learn_factor(self) -> None:
+        """Compare the first trees of the running rung with what was expected then.
+
+        Later ones don't count: by then the text may have changed.
+        """
+        rung, expected, trees = self.rung, self.expected, self.visit_trees
+        if trees == 0 or expected <= 0 or self.is_learned:
             return
-        seen, expected = self.accepted / self.trees, self.expected - 1
-        weight = self.trees / (self.trees + MEMORY)
-        change = (max(seen, 0.01) / max(expected, 0.01)) ** (weight / 2)
+        self.is_learned = True
+        seen = self.visit_accepted / trees
+        noise = NOISE / (trees**0.5 * max(expected, 0.2))
+        spread = self.spreads[rung] + DRIFT
+        gain = spread**2 / (spread**2 + noise**2)
+        self.spreads[rung] = spread * (1 - gain) ** 0.5
         low, high = FACTOR_RANGE
-        self.factors[self.rung] = min(max(self.factors[self.rung] * change, low), high)
+        known = 1 + FADE * (self.factors[rung] - 1)
+        wanted = known * (1 + gain * (seen / expected - 1))
+        self.factors[rung] = min(max(wanted, low), high)
+
+
+def _between(grid: Sequence[float], value: float) -> tuple[int, float]:
+    """Index of the point before ``value``, and the way to the next one, 0 to 1."""
+    value = min(max(value, grid[0]), grid[-1])
+    index = min(bisect.bisect_right(grid, value) - 1, len(grid) - 2)
+    return index, (value - grid[index]) / (grid[index + 1] - grid[index])

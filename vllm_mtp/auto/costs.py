@@ -138,8 +138,8 @@ def default_table(ladder: Sequence[Rung]) -> CostTable:
 class CostModel:
     """The table and what serving has shown to be wrong with it."""
 
-    def __init__(self, table: CostTable, num_rungs: int) -> None:
-        self.table = table
+    def __init__(self, table: CostTable, num_rungs: int, is_measured: bool) -> None:
+        self.table, self.is_measured = table, is_measured
         # Measured / predicted of each rung, and how many steps stand behind it.
         self.ratios = [1.0] * num_rungs
         self.weights = [0.0] * num_rungs
@@ -152,7 +152,7 @@ class CostModel:
         if total > 0:
             pairs = zip(self.ratios, self.weights, strict=True)
             shared = sum(r * w for r, w in pairs) / total
-        trust = self.weights[rung] / (self.weights[rung] + 4.0)
+        trust = self.weights[rung] / (self.weights[rung] + 1.0)
         ratio: float = trust * self.ratios[rung] + (1 - trust) * shared
         return self.table.predict(rung, batch, context) * ratio
 

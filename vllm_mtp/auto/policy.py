@@ -18,7 +18,10 @@ PROBE_EVERY = 400
 
 PROBE_STEPS = 4
 PROBE_WORTH = 0.93
-"""Only rungs that promise this share of the best are looked at."""
+"""Only rungs that promise this share of the best are looked at ..."""
+
+UNKNOWN_WORTH = 0.75
+"""... or this share, as long as their steps were not timed while serving."""
 
 REST = 1 << 20
 
@@ -91,15 +94,28 @@ class Policy:
 
     def _probe(self, batch: int, context: int) -> None:
         """Spend a few steps on the promising rung that was not used for longest."""
-        self.next_probe = self.steps + PROBE_EVERY
+        strangers = not all(map(self._is_known, range(1, len(self.ladder))))
+        self.next_probe = self.steps + (PROBE_EVERY // 8 if strangers else PROBE_EVERY)
         rates = [self.rate(r, batch, context) for r in range(len(self.ladder))]
-        worth = PROBE_WORTH * max(rates)
-        others = [
-            r
-            for r in range(1, len(rates))
-            if r != self.current and (rates[r] >= worth or self.current == 0)
-        ]
-        if not others:
-            return
-        self.probing = min(others, key=lambda r: (self.last_used[r], -rates[r]))
+        if self.current == 0:
+            # Has drafting begun to pay? The rung that comes closest tells.
+            self.probing = max(range(1, len(rates)), key=rates.__getitem__)
+            self.next_probe = self.steps + PROBE_EVERY
+        else:
+            worth = [
+                max(rates) * (PROBE_WORTH if self._is_known(r) else UNKNOWN_WORTH)
+                for r in range(len(rates))
+            ]
+            others = [
+                r
+                for r in range(1, len(rates))
+                if r != self.current and rates[r] >= worth[r]
+            ]
+            if not others:
+                self.next_probe = self.steps + PROBE_EVERY
+                return
+            self.probing = min(others, key=lambda r: (self.last_used[r], -rates[r]))
         self.probe_ends = self.steps + PROBE_STEPS
+
+    def _is_known(self, rung: int) -> bool:
+        return self.costs.is_measured or self.costs.weights[rung] >= 1

@@ -27,27 +27,31 @@ BUDGET = 12.0
 
 
 def cost_key(vllm_config: Any) -> str:
-    """Everything that changes step costs, as a short hash."""
+    """Everything that changes step costs, as a short hash.
+
+    The scheduler and the workers compute it in processes of their own, so it holds
+    nothing that a worker changes in its configuration, and asks the driver for the
+    GPU's name without making a CUDA context.
+    """
     from importlib.metadata import version
 
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    device = "cpu"
-    if torch.cuda.is_available():
-        device = torch.cuda.get_device_name()
+    from vllm.platforms import current_platform
+
     from vllm_mtp import compat
 
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     parts = {
         "model": model.model,
         "revision": model.revision,
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "layers": model.hf_text_config.to_dict(),
-        "device": device,
+        "device": current_platform.get_device_name(),
         "tp": parallel.tensor_parallel_size,
         "ep": parallel.enable_expert_parallel,
         "kv": str(vllm_config.cache_config.cache_dtype),
         "seqs": vllm_config.scheduler_config.max_num_seqs,
-        "graphs": str(vllm_config.compilation_config.cudagraph_mode),
+        "eager": model.enforce_eager,
         "compile": str(vllm_config.compilation_config.mode),
         "backend": str(vllm_config.attention_config.backend),
         "settings": compat.read_config(vllm_config).to_dict()["shape"],

@@ -40,10 +40,13 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
         config = compat.read_config(self.vllm_config)
         ladder = build_ladder(config.shape)
         self.rung_of = {rung.num_nodes: i for i, rung in enumerate(ladder)}
+        table = self._load_costs(ladder)
         self.policy = Policy(
             ladder,
             AcceptanceModel(ladder, config.shape.topk),
-            CostModel(self._load_costs(config, ladder), len(ladder)),
+            CostModel(
+                table or default_table(ladder), len(ladder), is_measured=bool(table)
+            ),
         )
         self.dynamic_sd_lookup = self
         self._context = 1024
@@ -51,7 +54,7 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
         self._last_step: tuple[int, int] | None = None
         self._logged = (0.0, -1)
 
-    def _load_costs(self, config: Any, ladder: Any) -> CostTable:
+    def _load_costs(self, ladder: Any) -> CostTable | None:
         path: Path = cost_path(self.vllm_config)
         try:
             return CostTable.load(path, cost_key(self.vllm_config), ladder)
@@ -62,7 +65,7 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
                 path,
                 error,
             )
-            return default_table(ladder)
+            return None
 
     def __getitem__(self, num_scheduled: int) -> int:
         """Nodes to draft in a step of so many requests (``dynamic_sd_lookup``)."""
@@ -113,16 +116,13 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
         if rung is None:
             self._last_step = None
             return
-        if rung > 0:
+        if rung == 0:
+            self.policy.acceptance.observe(0, ())
+        else:
             index = output.req_id_to_index
             counts = [len(sampled[index[r]]) - 1 for r in drafts if r in index]
             counts = [count for count in counts if count >= 0]
-            self.policy.acceptance.observe(
-                rung,
-                trees=len(counts),
-                accepted=sum(counts),
-                firsts=sum(count > 0 for count in counts),
-            )
+            self.policy.acceptance.observe(rung, counts)
         # Only decoding requests, and the drafts made are those of the same rung.
         decoding = scheduler_output.total_num_scheduled_tokens == len(scheduled) * (
             width + 1

@@ -1,0 +1,180 @@
+"""The models behind ``"shape": "auto"``: ladder, acceptance, costs and their file."""
+
+import json
+import random
+
+import pytest
+
+from vllm_mtp.auto.acceptance import AcceptanceModel, tree_acceptance
+from vllm_mtp.auto.costs import (
+    CostCacheError,
+    CostModel,
+    CostTable,
+    default_table,
+    interpolate,
+)
+from vllm_mtp.auto.ladder import OFF, Rung, build_ladder, graph_batches, graph_sizes
+from vllm_mtp.auto.profile import fill_table
+from vllm_mtp.config import AUTO_SIZES, SettingsError, TreeShape, parse_settings
+
+LARGEST = TreeShape(6, 3, 14)
+LADDER = build_ladder(LARGEST)
+
+
+def test_ladder_ends_with_the_largest_tree() -> None:
+    assert LADDER[0] == OFF
+    assert LADDER[-1] == Rung(14, 6)
+    nodes = [rung.num_nodes for rung in LADDER]
+    assert nodes == sorted(set(nodes))
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 2, 6), (3, 4, 7), (16, 2, 20)])
+def test_every_rung_has_enough_candidates(shape: tuple[int, int, int]) -> None:
+    largest = TreeShape(*shape)
+    for rung in build_ladder(largest)[1:]:
+        assert rung.num_nodes <= largest.candidates_of(rung.num_steps)
+        assert rung.num_steps <= largest.num_steps
+
+
+def test_graphs_cover_every_rung_and_the_largest_batch() -> None:
+    assert graph_batches(20)[-1] == 20
+    sizes = graph_sizes(LADDER, 3, 20)
+    assert all(20 * (rung.num_nodes + 1) in sizes for rung in LADDER)
+    assert max(graph_sizes(LADDER, 3, 1024)) <= 4096
+
+
+def test_settings() -> None:
+    parsed = parse_settings({"method": "mtp_tree", "shape": "auto"})
+    assert parsed.config.auto
+    assert parsed.config.shape.num_nodes == AUTO_SIZES["num_speculative_tokens"]
+    small = {"method": "mtp_tree", "shape": "auto", "num_speculative_tokens": 4}
+    assert parse_settings(small).config.shape.num_steps == 4
+    assert not parse_settings({"method": "mtp_tree"}).config.auto
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"shape": "wide"}, 'must be "auto"'),
+        ({"shape": "auto", "topk": 1}, "needs topk of 2 or more"),
+        ({"num_speculative_tokens_per_batch_size": [[1, 8, 2]]}, '"shape": "auto"'),
+    ],
+)
+def test_bad_settings_say_what_to_change(settings: dict, words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        parse_settings({"method": "mtp_tree", **settings})
+
+
+def test_acceptance_of_a_chain_is_the_sum_of_powers() -> None:
+    assert tree_acceptance(Rung(3, 3), 1, 0.5, 1.0) == [0.5, 0.25, 0.125]
+    assert tree_acceptance(OFF, 1, 0.5, 1.0) == []
+
+
+def test_more_nodes_never_accept_less() -> None:
+    for p in (0.1, 0.5, 0.9):
+        for decay in (0.6, 1.0):
+            found = [
+                sum(tree_acceptance(Rung(n, 5), 3, p, decay)) for n in range(1, 15)
+            ]
+            assert found == sorted(found)
+
+
+def draw(depths: list[float], rng: random.Random) -> int:
+    """Nodes that one tree has accepted."""
+    at = rng.random()
+    return sum(at < chance for chance in depths)
+
+
+@pytest.mark.parametrize("p", [0.3, 0.6, 0.85])
+@pytest.mark.parametrize("decay", [0.7, 1.0])
+def test_the_model_learns_a_drafter_of_its_kind(p: float, decay: float) -> None:
+    """From one rung it finds what the others accept."""
+    model = AcceptanceModel(LADDER, 3)
+    rung, rng = LADDER.index(Rung(5, 3)), random.Random(0)
+    depths = tree_acceptance(LADDER[rung], 3, p, decay)
+    for _ in range(300):
+        model.observe(rung, [draw(depths, rng) for _ in range(100)])
+    for other in range(1, len(LADDER)):
+        wanted = 1 + sum(tree_acceptance(LADDER[other], 3, p, decay))
+        assert model.predict(other) == pytest.approx(wanted, rel=0.06)
+
+
+def test_a_factor_learns_what_the_model_misses() -> None:
+    """Two rungs used in turn, of which one accepts less than the model says."""
+    model = AcceptanceModel(LADDER, 3)
+    small, large = 3, 6
+    for _ in range(20):
+        for rung, counts in ((small, [0, 1, 2, 3]), (large, [0, 1, 2, 4])):
+            for _ in range(20):
+                model.observe(rung, counts * 8)
+    model.observe(small, [0, 1, 2, 3] * 8)
+    assert model.predict(small) - 1 == pytest.approx(1.5, rel=0.06)
+    assert model.predict(large) - 1 == pytest.approx(1.75, rel=0.06)
+
+
+def test_costs_interpolate_and_never_fall() -> None:
+    assert interpolate((1, 3), (10.0, 20.0), 2) == 15
+    assert interpolate((1, 3), (10.0, 20.0), 5) == 30
+    assert interpolate((1, 3), (10.0, 20.0), 0) == 10
+    assert interpolate((1, 3), (10.0, 8.0), 9) == 10
+
+
+def test_costs_follow_what_steps_take() -> None:
+    costs = CostModel(default_table(LADDER), len(LADDER), is_measured=False)
+    before = costs.predict(4, 8, 1024)
+    for _ in range(50):
+        costs.observe(4, 8, 1024, 2 * before)
+    assert costs.predict(4, 8, 1024) == pytest.approx(2 * before, rel=0.06)
+    # The others are taken to be as wrong until they are seen.
+    other = costs.table.predict(5, 8, 1024)
+    assert costs.predict(5, 8, 1024) == pytest.approx(2 * other, rel=0.1)
+
+
+def test_one_slow_step_counts_for_little() -> None:
+    costs = CostModel(default_table(LADDER), len(LADDER), is_measured=False)
+    usual = costs.predict(4, 8, 1024)
+    for _ in range(40):
+        costs.observe(4, 8, 1024, usual)
+    costs.observe(4, 8, 1024, 100 * usual)
+    assert costs.predict(4, 8, 1024) < 1.05 * usual
+
+
+def test_points_not_measured_are_filled_in() -> None:
+    found = {(0, 1, 1): 10.0, (0, 1, 8): 12.0, (0, 9, 1): 20.0, (0, 9, 8): 24.0}
+    found |= {(1, 1, 1): 15.0, (1, 1, 8): 14.0}
+    table = fill_table(found, 2, [1, 8], [1, 9])
+    assert table.times[1] == ((15.0, 15.0), (30.0, 30.0))
+
+
+def test_cost_file_round_trip() -> None:
+    table = default_table(LADDER)
+    assert CostTable.from_json(table.to_json("k", LADDER), "k", LADDER) == table
+
+
+def _broken(**changes: object) -> str:
+    return json.dumps(json.loads(default_table(LADDER).to_json("k", LADDER)) | changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no cost file"),
+        ("[1, 2]", "no cost file"),
+        (_broken(key="other"), "another model"),
+        (_broken(version=99), "another model"),
+        (_broken(rungs=[[0, 0]]), "other tree sizes"),
+        (_broken(times_ms=[]), "incomplete"),
+        (_broken(times_ms=[[[1.0] * 4]] * (len(LADDER) - 1) + [[[0.0] * 4]]), "incomp"),
+        (_broken(batches="x"), "no cost file"),
+    ],
+)
+def test_a_broken_cost_file_is_named(text: str, words: str) -> None:
+    with pytest.raises(CostCacheError, match=words):
+        CostTable.from_json(text, "k", LADDER)
+
+
+def test_random_bytes_are_no_cost_file(tmp_path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_bytes(random.Random(0).randbytes(100))
+    with pytest.raises(CostCacheError):
+        CostTable.load(path, "k", LADDER)

@@ -1,0 +1,124 @@
+"""The policy in a simulated world: it finds the best rung, follows, and stays put."""
+
+import random
+
+import pytest
+
+from vllm_mtp.auto.acceptance import AcceptanceModel, tree_acceptance
+from vllm_mtp.auto.costs import CostModel, CostTable, default_table
+from vllm_mtp.auto.ladder import build_ladder
+from vllm_mtp.auto.policy import PROBE_EVERY, Policy
+from vllm_mtp.config import TreeShape
+
+TOPK = 3
+LADDER = build_ladder(TreeShape(6, TOPK, 14))
+CONTEXT = 1024
+
+
+class World:
+    """A GPU and a text: what a step of a rung costs and accepts."""
+
+    def __init__(self, row_price: float, p: float, decay: float, seed: int = 0) -> None:
+        self.row_price, self.p, self.decay = row_price, p, decay
+        self.rng = random.Random(seed)
+        self.depths = [tree_acceptance(rung, TOPK, p, decay) for rung in LADDER]
+
+    def cost(self, rung: int, batch: int) -> float:
+        rows = batch * (LADDER[rung].num_nodes + 1)
+        return 10 + 0.3 * LADDER[rung].num_steps + self.row_price * rows
+
+    def length(self, rung: int) -> float:
+        return 1 + sum(tree_acceptance(LADDER[rung], TOPK, self.p, self.decay))
+
+    def rate(self, rung: int, batch: int) -> float:
+        return batch * self.length(rung) / self.cost(rung, batch)
+
+    def best(self, batch: int) -> float:
+        return max(self.rate(rung, batch) for rung in range(len(LADDER)))
+
+    def run(self, policy: Policy, batch: int, steps: int) -> float:
+        """Share of the best possible tokens per time."""
+        tokens = ms = 0.0
+        last = policy.choose(batch, CONTEXT)
+        for _ in range(steps):
+            rung = policy.choose(batch, CONTEXT)
+            depths = self.depths[rung]
+            draws = [self.rng.random() for _ in range(batch)]
+            accepted = [sum(at < chance for chance in depths) for at in draws]
+            cost = self.cost(rung, batch) * self.rng.uniform(0.98, 1.02)
+            policy.acceptance.observe(rung, accepted if rung else [])
+            if rung == last:
+                policy.costs.observe(rung, batch, CONTEXT, cost)
+            last = rung
+            # What is to be expected, so that luck does not blur the comparison.
+            tokens += batch * self.length(rung)
+            ms += cost
+        return tokens / ms / self.best(batch)
+
+
+def make_policy(table: CostTable | None = None) -> Policy:
+    table = table or default_table(LADDER)
+    return Policy(LADDER, AcceptanceModel(LADDER, TOPK), CostModel(table, len(LADDER)))
+
+
+def measured(world: World) -> CostTable:
+    batches = (1, 8, 64, 256)
+    return CostTable(
+        batches,
+        (CONTEXT,),
+        tuple((tuple(world.cost(r, b) for b in batches),) for r in range(len(LADDER))),
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64, 256])
+@pytest.mark.parametrize("p", [0.2, 0.6, 0.85])
+@pytest.mark.parametrize("row_price", [0.01, 0.1])
+def test_it_gets_close_to_the_best(batch: int, p: float, row_price: float) -> None:
+    world = World(row_price, p, 0.9)
+    policy = make_policy(measured(world))
+    world.run(policy, batch, 100)
+    assert world.run(policy, batch, 2000) > 0.97
+
+
+@pytest.mark.parametrize("batch", [1, 32, 256])
+def test_without_measured_costs_it_learns_them(batch: int) -> None:
+    world = World(0.05, 0.6, 0.9)
+    policy = make_policy()
+    world.run(policy, batch, 3 * PROBE_EVERY)
+    assert world.run(policy, batch, 4000) > 0.93
+
+
+def test_speculation_stops_where_nothing_pays_and_comes_back() -> None:
+    hopeless = World(0.1, 0.04, 0.5)
+    policy = make_policy(measured(hopeless))
+    hopeless.run(policy, 128, 200)
+    assert policy.current == 0
+    assert hopeless.run(policy, 128, 4000) > 0.98
+    hopeful = World(0.1, 0.8, 1.0)
+    hopeful.run(policy, 4, 3 * PROBE_EVERY)
+    assert policy.current > 0
+    assert hopeful.run(policy, 4, 2000) > 0.97
+
+
+def test_it_does_not_flap() -> None:
+    world = World(0.05, 0.6, 0.9)
+    policy = make_policy(measured(world))
+    world.run(policy, 16, 300)
+    before = policy.num_switches
+    world.run(policy, 16, 4000)
+    assert policy.num_switches - before <= 12
+
+
+def test_it_follows_the_load_within_a_second() -> None:
+    """40 steps of 25 ms after each change of the batch."""
+    world = World(0.05, 0.7, 0.9)
+    policy = make_policy(measured(world))
+    for batch in (1, 4, 16, 64, 256, 64, 16, 4, 1):
+        world.run(policy, batch, 40)
+        assert world.run(policy, batch, 200) > 0.95, batch
+
+
+def test_an_idle_engine_keeps_its_choice() -> None:
+    policy = make_policy()
+    current = policy.choose(8, CONTEXT)
+    assert policy.choose(0, CONTEXT) == current
