@@ -67,6 +67,7 @@ def _prompt(rng: random.Random, texts: list[list[int]], shared: list[int]) -> li
 
 def _params(rng: random.Random) -> Any:
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
     settings: dict[str, Any] = {
         "temperature": rng.choice((0.0, 0.0, 0.5, 0.8, 1.0, 1.3)),
@@ -97,4 +98,7 @@ def _params(rng: random.Random) -> Any:
             settings["repetition_penalty"] = rng.choice((1.0, 1.2))
         if rng.random() < 0.2:
             settings["logprobs"] = rng.choice((0, 1, 5))
+        if rng.random() < 0.15:
+            regex = rng.choice((r"[ -~\n]{4,40}", r"[a-z_]{2,9}\.[a-z]{3,20}"))
+            settings["structured_outputs"] = StructuredOutputsParams(regex=regex)
     return SamplingParams(**settings)
