@@ -20,7 +20,7 @@ PROBE_STEPS = 4
 PROBE_WORTH = 0.93
 """Only rungs that promise this share of the best are looked at ..."""
 
-UNKNOWN_WORTH = 0.75
+UNKNOWN_WORTH = 0.6
 """... or this share, as long as their steps were not timed while serving."""
 
 REST = 1 << 20
@@ -118,4 +118,4 @@ class Policy:
         self.probe_ends = self.steps + PROBE_STEPS
 
     def _is_known(self, rung: int) -> bool:
-        return self.costs.is_measured or self.costs.weights[rung] >= 1
+        return self.costs.is_measured or self.costs.weights[rung] > 0.1
