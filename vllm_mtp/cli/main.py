@@ -13,6 +13,7 @@ COMMANDS = {
     "export": "Write a checkpoint's MTP layer as a stand-alone NextN folder.",
     "inspect": "Say what a folder of weights holds, and what mtp_tree will do with it.",
     "explain": "Print the sizes and memory of the trees that settings would draft.",
+    "bench": "Measure latency, throughput and accept length of a running server.",
     "show": "Draw the trees of a trace, in the terminal or as a page.",
 }
 """Command -> its line in ``--help``. The command ``name`` is the function ``name`` of

@@ -1,0 +1,1 @@
+"""Driving a running OpenAI-compatible server and saying how it did."""
