@@ -89,7 +89,7 @@ class Server:
 @contextlib.contextmanager
 def serving(speculative: Any, folder: Path, *flags: str) -> Iterator[Server]:
     """A server on the tiny model; its log is printed if it does not start."""
-    port, log = _free_port(), folder / "log.txt"
+    port, log = free_port(), folder / "log.txt"
     # `vllm serve` looks for a distribution named vllm, which the CPU build is not.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(MODEL), "--served-model-name", "tiny"]
@@ -103,7 +103,7 @@ def serving(speculative: Any, folder: Path, *flags: str) -> Iterator[Server]:
         process = subprocess.Popen([*command, *flags], stdout=out, stderr=out, env=env)
         try:
             server = Server(f"http://127.0.0.1:{port}", process, log)
-            _wait_until_healthy(server)
+            wait_until_healthy(server)
             yield server
         finally:
             process.terminate()
@@ -114,13 +114,15 @@ def serving(speculative: Any, folder: Path, *flags: str) -> Iterator[Server]:
                 raise
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody uses at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def _wait_until_healthy(server: Server) -> None:
+def wait_until_healthy(server: Server) -> None:
+    """Wait for the first answer; fails with the log."""
     for _ in range(300):
         if server.process.poll() is not None:
             break

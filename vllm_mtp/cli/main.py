@@ -100,3 +100,7 @@ def _root(
 def main() -> None:
     """Run the command line."""
     app()
+
+
+if __name__ == "__main__":
+    main()
