@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 # Steps of an installation that are done, so that they are not done again.
 STAMP := $(VENV)/.installed
 
-.PHONY: help env demo test test-all lint wheel audit clean
+.PHONY: help env demo captures test test-all lint wheel audit clean
 
 help:
 	@echo "make env    set up $(VENV): vLLM for the CPU, this plugin, the tests' tools"
 	@echo "make demo   generate with and without mtp_tree on the embedded model"
+	@echo "make captures  run again what the documents show of runs"
 	@echo "make test   lint, types and every test that needs no GPU"
 	@echo "make wheel  build the wheel of HEAD twice, require equal bytes, put it in dist/"
 	@echo "make audit  look the package's dependencies up in the advisory database"
@@ -30,6 +31,9 @@ $(STAMP): pyproject.toml
 
 demo: env
 	TRITON_INTERPRET=1 $(BIN)/python examples/offline_generate.py
+
+captures: env
+	$(BIN)/python docs/captures.py
 
 test: env lint
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadscope -m 'not slow'

@@ -410,3 +410,24 @@ def test_attention_names_its_worst_ratio() -> None:
     ratio, width = report.attention_losses({"rows": rows})
     assert "up to 1.10x" in ratio
     assert "up to 1.38x" in width
+
+
+# --- captures -------------------------------------------------------------------------
+
+
+def test_captures_are_those_that_are_made() -> None:
+    """Every part is filled by `make captures`, and holds something."""
+    source = (DOCS / "captures.py").read_text()
+    found = [
+        (name, body)
+        for text in TEXTS.values()
+        for name, body in re.findall(
+            r"<!-- capture:(\w+) -->\n```text\n(.*?)```\n<!-- /capture -->",
+            text,
+            re.DOTALL,
+        )
+    ]
+    assert len(found) == sum(text.count("<!-- capture:") for text in TEXTS.values()) > 3
+    for name, body in found:
+        assert f'"{name}": ' in source
+        assert body.strip()
