@@ -59,7 +59,8 @@ def test_suffix_mla(name, dtype):
 def test_paged(name, splits, dtype):
     """Catches: a split's tail read, the suffix counted twice, empty splits merged."""
     case = AttentionCase(*CASES[name], dtype, page=64)
-    case.check(case.paged(num_splits=splits))
+    case.check(case.paged(num_splits=splits, suffix_part=False))
+    case.check(case.paged(num_splits=splits, suffix_part=True))
 
 
 SHAPES = {
@@ -75,6 +76,7 @@ def test_paged_tile_shapes(shape):
     """Every tile shape that ``choose_config`` may pick computes the same."""
     page, config = SHAPES[shape]
     case = AttentionCase(*CASES["ragged"], DTYPES[0], page=page)
+    case.check(case.paged(num_splits=2, suffix_part=True, config=config))
     case.check(case.paged(num_splits=2, config=config))
 
 

@@ -42,10 +42,12 @@ def _merge_splits_kernel(
     SPLIT_UNIT: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
+    SUFFIX_PART: tl.constexpr,
 ):
     """Grid ``(max_query_len, num_reqs, H)``; one program merges one row of one head.
 
-    Never reads: splits that had no prefix tokens.
+    With SUFFIX_PART part ``num_splits`` is the suffix, else it is within the first
+    split. Never reads: splits without prefix tokens, but for the first of these.
     """
     req = tl.program_id(1)
     head = tl.program_id(2)
@@ -55,41 +57,44 @@ def _merge_splits_kernel(
     row = (row_start + tl.program_id(0)).to(tl.int64)
     prefix_len = tl.load(prefix_lens_ptr + req)
     split_len = split_length(prefix_len, num_splits, SPLIT_UNIT)
-    num_used = tl.maximum(tl.cdiv(prefix_len, split_len), 1)
+    num_used = tl.cdiv(prefix_len, split_len)
+    if not SUFFIX_PART:
+        num_used = tl.maximum(num_used, 1)
     lse_row = lse_ptr + row * lse_stride_row + head
     part_row = part_ptr + row * part_stride_row + head * part_stride_head
     splits = tl.arange(0, BLOCK_SPLITS)
-    lse = tl.load(
+    lses = tl.load(
         lse_row + splits * lse_stride_split,
-        mask=splits < num_used,
+        mask=(splits < num_used) | (SUFFIX_PART & (splits == num_splits)),
         other=float("-inf"),
     )
-    m = tl.max(lse, axis=0)
+    m = tl.max(lses, axis=0)
     m = tl.where(m == float("-inf"), 0.0, m)
-    total = tl.sum(tl.exp2(lse - m), axis=0)
+    total = tl.sum(tl.exp2(lses - m), axis=0)
     d = tl.arange(0, DV)
     acc = tl.zeros([DV], tl.float32)
+    if SUFFIX_PART:
+        weight = tl.exp2(tl.load(lse_row + num_splits * lse_stride_split) - m)
+        acc += tl.load(part_row + num_splits * part_stride_split + d) * weight
     for first in range(0, num_used, CHUNK):
         s = first + tl.arange(0, CHUNK)
         ok = s < num_used
-        weight = tl.exp2(
-            tl.load(lse_row + s * lse_stride_split, mask=ok, other=float("-inf")) - m
-        )
+        lse = tl.load(lse_row + s * lse_stride_split, mask=ok, other=float("-inf"))
         part = tl.load(
             part_row + s[:, None] * part_stride_split + d[None, :],
             mask=ok[:, None],
             other=0.0,
         )
-        acc += tl.sum(part * weight[:, None], axis=0)
+        acc += tl.sum(part * tl.exp2(lse - m)[:, None], axis=0)
     acc = acc / tl.where(total == 0.0, 1.0, total)
     out_row = out_ptr + row * out_stride_row + head * out_stride_head
     tl.store(out_row + d, acc.to(out_ptr.dtype.element_ty))
 
 
 def merge_splits(
-    # [num_splits, num_rows, H, Dv] float32, normalised
+    # [num_parts, num_rows, H, Dv] float32, normalised
     part: torch.Tensor,
-    # [num_splits, num_rows, H] float32 base-2 log-sum-exp
+    # [num_parts, num_rows, H] float32 base-2 log-sum-exp
     lse: torch.Tensor,
     # [num_reqs] int32
     prefix_lens: torch.Tensor,
@@ -100,11 +105,13 @@ def merge_splits(
     unit: int,
     # [num_rows, H, Dv], overwritten
     out: torch.Tensor,
+    # whether the last part is the suffix
+    suffix_part: bool,
 ) -> None:
     """Merge the parts of each row by their log-sum-exp into ``out``."""
-    num_splits, _, num_heads, dv = part.shape
+    num_parts, _, num_heads, dv = part.shape
     num_reqs = query_start_loc.shape[0] - 1
-    block = triton.next_power_of_2(num_splits)
+    block = triton.next_power_of_2(num_parts)
     _merge_splits_kernel[(max_query_len, num_reqs, num_heads)](
         part,
         *part.stride()[:3],
@@ -114,11 +121,12 @@ def merge_splits(
         query_start_loc,
         out,
         *out.stride()[:2],
-        num_splits,
+        num_parts - suffix_part,
         DV=dv,
         SPLIT_UNIT=unit,
         BLOCK_SPLITS=block,
         CHUNK=min(block, 8),
+        SUFFIX_PART=suffix_part,
         num_warps=2,
     )
 
