@@ -62,6 +62,19 @@ def test_output_is_right_and_every_step_makes_progress(
         assert found["num_drafts"] == 4 * (TOKENS - 1)
 
 
+@pytest.mark.slow
+def test_half_precision(tmp_path: Path) -> None:
+    """The same in float16, whose range is what such checkpoints run out of."""
+    model = spoiled_model(tmp_path / "model", float("nan"))
+    wanted, _ = run(None, (0.0,), dtype="float16")
+    found, counted = run(mtp_tree(3, 4, 7), (0.0,), dtype="float16", model=model)
+    assert found == wanted
+    assert counted["num_accepted_tokens"] == 0
+    found, counted = run(mtp_tree(3, 4, 7), (0.0,), dtype="float16")
+    assert found == wanted
+    assert counted["num_accepted_tokens"] > 40
+
+
 SHAPES = [(3, 1, 3), (3, 4, 7), (2, 8, 24)]
 QUICK = [("trained", SHAPES[2]), ("random", SHAPES[0]), ("random", SHAPES[1])]
 CASES = [(drafter, shape, TOKENS) for drafter, shape in QUICK]

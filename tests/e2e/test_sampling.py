@@ -46,6 +46,12 @@ PARAMS: dict[str, dict[str, Any]] = {
         "repetition_penalty": 1.1,
         "top_p": 0.95,
     },
+    # The end of text is the likeliest token from the start on.
+    "eos_after_min_tokens": {
+        "temperature": 0.0,
+        "min_tokens": 10,
+        "logit_bias": {1: 100.0},
+    },
 }
 """Named by the parameter under test; every request is seeded."""
 
@@ -167,6 +173,7 @@ def test_parameters_do_something(reference: dict[str, Any]) -> None:
     first = {name: reference[name][0][0] for name in PARAMS}
     assert 199 not in first["logit_bias"]
     assert set(first["allowed_token_ids"]) <= set(range(2, 500))
+    assert len(first["eos_after_min_tokens"]) == 11
     assert len(first["stop"]) < TOKENS
     assert len(first["repetition_detection"]) < TOKENS
     assert all(len(x) == 4 for x in reference["logprob_token_ids"][1][0])
