@@ -124,6 +124,8 @@ def test_the_table(url: str) -> None:
     assert done.exit_code == 0, done.output
     assert "tokens/s" in done.stdout
     assert "3.000" in done.stdout
+    # Nothing is cut off at 80 columns.
+    assert "…" not in done.stdout
     assert not any("ignore_eos" in body for body in Fake.bodies)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
@@ -160,8 +159,8 @@ def _table(record: dict[str, Any]) -> Table:
     table = Table(
         title=f"{record['model']} at {record['url']}",
         caption="TTFT and TPOT: ms, p50 / p99; nodes: verified a step",
-        box=box.SIMPLE,
-        padding=(0, 1),
+        box=None,
+        padding=(0, 2, 0, 0),
     )
     names = ("load", "reqs", "failed", "tokens/s", "TTFT", "TPOT", "accept", "nodes")
     for name in names:
@@ -178,7 +177,10 @@ def _table(record: dict[str, Any]) -> Table:
 
 
 def _pair(spread: dict[str, float] | None) -> str:
-    return f"{spread['p50']:.1f} / {spread['p99']:.1f}" if spread else "-"
+    if spread is None:
+        return "-"
+    digits = 0 if spread["p99"] >= 100 else 1
+    return f"{spread['p50']:.{digits}f} / {spread['p99']:.{digits}f}"
 
 
 def _number(value: float | None, digits: int) -> str:
