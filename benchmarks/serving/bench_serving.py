@@ -24,7 +24,6 @@ from benchmarks.common import write_record
 from benchmarks.inflate import Inflation
 from benchmarks.serving import proof
 from benchmarks.serving.cost import count_bytes
-from benchmarks.serving.decode import Window, decode, decode_rounds, same_share
 from benchmarks.serving.loader import open_inflator
 from benchmarks.serving.prompts import cut_windows
 from benchmarks.serving.report import Row, format_table, merge, summarize
@@ -35,9 +34,11 @@ from benchmarks.serving.setup import (
     llm_settings,
     write_model,
 )
-from benchmarks.serving.shapes import Shape
 from benchmarks.serving.stopwatch import KernelCount, Stopwatch
 from tests.helpers.engine import engine, runner_of
+from vllm_mtp.tuning.decode import Window, decode, decode_rounds, same_share
+from vllm_mtp.tuning.run import auto_choice
+from vllm_mtp.tuning.shapes import Shape
 
 SHAPES = (
     "off chain:1 chain:2 chain:3 chain:4 tree:2,1,2 tree:3,1,3 "
@@ -181,7 +182,7 @@ class Bench:
                 )
                 rows.append(self.row(speculation, temperature, length, batch, window))
                 if speculation.family == "auto":
-                    rows[-1]["chose"] = chosen_by(llm)
+                    rows[-1]["chose"] = auto_choice(llm)
                 print(*(f"{k}={v}" for k, v in rows[-1].items()), flush=True)
         return rows
 
@@ -258,13 +259,6 @@ class Bench:
             gc.collect()
             longest = max(longest, self.elapsed - before)
         return failed
-
-
-def chosen_by(llm: Any) -> list[int]:
-    """N and S of the tree size that ``"shape": "auto"`` has settled on."""
-    policy = llm.llm_engine.engine_core.engine_core.scheduler.policy
-    rung = policy.ladder[policy.current]
-    return [rung.num_nodes, rung.num_steps]
 
 
 def main() -> None:

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.inflate import TINY, Inflation, Inflator
 from benchmarks.serving import loader
-from benchmarks.serving.shapes import Shape
 from tests.helpers.engine import runner_of
+from vllm_mtp.tuning.shapes import Shape
 
 BLOCK = 64
 """Tokens of a KV block."""

@@ -13,7 +13,7 @@ from benchmarks.inflate import TINY, Inflation, Inflator, Space
 from benchmarks.serving.cost import count_bytes
 from benchmarks.serving.report import compare_loads, merge, summarize
 from benchmarks.serving.setup import CPU_SHAPE
-from benchmarks.serving.shapes import Shape
+from vllm_mtp.tuning.shapes import Shape
 
 EPS = 1e-6
 

@@ -10,6 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 from vllm_mtp.config import SettingsError
 
 COMMANDS = {
+    "tune": "Measure tree shapes on a model and recommend a --speculative-config.",
     "export": "Write a checkpoint's MTP layer as a stand-alone NextN folder.",
     "inspect": "Say what a folder of weights holds, and what mtp_tree will do with it.",
     "explain": "Print the sizes and memory of the trees that settings would draft.",

@@ -1,0 +1,106 @@
+"""``vllm-mtp tune``: what it asks for, and what it makes of measurements."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_mtp.cli import tune as module
+from vllm_mtp.cli.main import app
+from vllm_mtp.tuning.report import plot, recommend
+from vllm_mtp.tuning.run import cut_prompts
+from vllm_mtp.tuning.shapes import Shape
+
+
+def rows_of(rates: dict[str, dict[int, float]]) -> list[dict]:
+    return [
+        {"shape": s, "batch": b, "tok_s": r, "accept_length": 2.0, "step_ms": 1.0}
+        for s, found in rates.items()
+        for b, r in found.items()
+    ]
+
+
+RATES = {
+    "off": {1: 100.0, 64: 2000.0},
+    "chain:3": {1: 220.0, 64: 4000.0},
+    "tree:3,4,7": {1: 200.0, 64: 5000.0},
+}
+CONFIGS = {name: Shape.parse(name).speculative for name in [*RATES, "auto"]}
+
+
+def test_the_best_over_all_batches_is_recommended() -> None:
+    found = recommend(rows_of(RATES), CONFIGS)
+    assert found["shape"] == "tree:3,4,7"
+    assert found["speculative_config"]["method"] == "mtp_tree"
+    assert found["best"] == {1: "chain:3", 64: "tree:3,4,7"}
+
+
+@pytest.mark.parametrize(("rate", "shape"), [(1.0, "auto"), (0.9, "tree:3,4,7")])
+def test_auto_is_recommended_when_it_is_level(rate: float, shape: str) -> None:
+    auto = {batch: rate * RATES["tree:3,4,7"][batch] for batch in (1, 64)}
+    found = recommend(rows_of({**RATES, "auto": auto}), CONFIGS)
+    assert found["shape"] == shape
+
+
+def test_speculation_that_does_not_pay_is_not_recommended() -> None:
+    rates = {"off": {8: 900.0}, "chain:3": {8: 500.0}}
+    assert recommend(rows_of(rates), CONFIGS)["speculative_config"] is None
+
+
+def test_plot_has_a_bar_for_each() -> None:
+    lines = plot(rows_of(RATES)).splitlines()
+    assert sum("tok/s" in line for line in lines) == 6
+    assert lines[1].startswith("  chain:3")
+
+
+class Tokenizer:
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+def test_prompts_have_the_length_and_begin_differently() -> None:
+    prompts = cut_prompts(Tokenizer(), ["abc", "defgh"], 12, 40)
+    assert {len(p) for p in prompts} == {40}
+    assert len({tuple(p[:8]) for p in prompts}) == 12
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--shapes", "wide"], "'wide'"),
+        (["--shapes", "tree:3-4-99"], "num_speculative_tokens"),
+        (["--batches", "1,x"], "whole numbers"),
+        (["--batches", "0"], "1 or more"),
+        (["--engine-args", "[]"], "JSON object"),
+        (["--engine-args", "{"], "no JSON"),
+        (["--engine-args", '{"speculative_config": {}}'], "use --shapes"),
+        (["--prompts", "/nowhere"], "prompts"),
+    ],
+)
+def test_bad_options_say_what_to_change(args: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["tune", "MODEL", *args])
+    assert result.exit_code == 1
+    assert words in result.output
+
+
+def test_failed_shapes_are_named_and_the_rest_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    def measure_all(job, shapes, report):
+        for shape in shapes:
+            if shape.name == "off":
+                report(shape.name, [], "RuntimeError: no memory")
+            else:
+                report(shape.name, rows_of({shape.name: RATES[shape.name]}), "")
+
+    monkeypatch.setattr(module, "measure_all", measure_all)
+    path = tmp_path / "out.json"
+    result = CliRunner().invoke(
+        app,
+        ["tune", "MODEL", "--shapes", "off,chain:3,tree:3-4-7", "--output", str(path)],
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads(path.read_text())
+    assert found["failed"] == {"off": "RuntimeError: no memory"}
+    assert found["recommended"]["shape"] == "tree:3,4,7"
+    assert "--speculative-config" in result.output

@@ -1,0 +1,1 @@
+"""``vllm-mtp tune``: shapes side by side over batch sizes, one engine after another."""
