@@ -149,6 +149,23 @@ def acceptance_table(record: Record) -> str:
     return text
 
 
+def calibration_table(record: Record) -> str:
+    """Predicted and observed acceptance by depth, a column for each bin."""
+    rows: Rows = record["rows"]
+    bins = sorted({(row["low"], row["high"]) for row in rows})
+    found = {
+        (row["temperature"], row["depth"], row["low"]): (
+            f"{row['predicted']:.2f} / {row['observed']:.2f} ({row['nodes']})"
+        )
+        for row in rows
+    }
+    kinds = sorted({(row["temperature"], row["depth"]) for row in rows})
+    return table(
+        ["T", "depth", *(f"{low:g} to {high:g}" for low, high in bins)],
+        ([t, d, *(found.get((t, d, low)) for low, _ in bins)] for t, d in kinds),
+    )
+
+
 SERVING_COLUMNS = {
     "T": "temperature",
     "input": "input_len",
@@ -459,6 +476,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "results:losses": losses,
     "results:serving": lambda: section("serving_h200", serving_table),
     "results:acceptance": lambda: section("acceptance", acceptance_table),
+    "results:calibration": lambda: section("calibration", calibration_table),
     "results:attention": lambda: section("attention_h200", attention_table),
     "results:bookkeeping": lambda: section("bookkeeping_h200", bookkeeping_table),
     "code:features": feature_table,

@@ -116,9 +116,9 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
         if rung is None:
             self._last_step = None
             return
-        if rung == 0:
+        if rung == 0 and scheduler_output.num_spec_tokens_to_schedule == 0:
             self.policy.acceptance.observe(0, ())
-        else:
+        elif rung > 0:
             index = output.req_id_to_index
             counts = [len(sampled[index[r]]) - 1 for r in drafts if r in index]
             counts = [count for count in counts if count >= 0]
