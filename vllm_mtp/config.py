@@ -230,19 +230,7 @@ def parse_settings(settings: Mapping[str, Any]) -> ParsedSettings:
         _check_key(key, value)
     auto = _parse_policy(given.get("shape", "fixed"))
     sizes = {name: given.get(name) for name in AUTO_SIZES}
-    if auto:
-        given_sizes = {k: v for k, v in sizes.items() if v is not None}
-        sizes = {**AUTO_SIZES, **given_sizes}
-        if "num_steps" not in given_sizes and isinstance(
-            nodes := sizes["num_speculative_tokens"], int
-        ):
-            sizes["num_steps"] = max(min(AUTO_SIZES["num_steps"], nodes), 1)
-    if auto and sizes["topk"] == 1:
-        raise SettingsError(
-            'mtp_tree: "shape": "auto" needs topk of 2 or more, found 1. Raise topk, '
-            "or remove shape for chains."
-        )
-    shape = _fill_shape(*(sizes[name] for name in AUTO_SIZES))
+    shape = _fill_auto(sizes) if auto else _fill_shape(*sizes.values())
     if given.get("num_steps") not in (None, shape.num_steps):
         translated[f"num_steps={given['num_steps']}"] = (
             f"num_steps={shape.num_steps}, since a tree of {shape.num_nodes} nodes is "
@@ -326,6 +314,29 @@ def _check_key(key: str, value: Any) -> None:
         f"mtp_tree: unknown setting {key!r}{hint} Known settings: "
         f"{', '.join(sorted(known))}."
     )
+
+
+def _fill_auto(given: dict[str, Any]) -> TreeShape:
+    """The largest tree of ``"shape": "auto"``; sizes left out fit those given."""
+    sizes = {k: AUTO_SIZES[k] if v is None else v for k, v in given.items()}
+    nodes, topk = sizes["num_speculative_tokens"], sizes["topk"]
+    if isinstance(nodes, int) and isinstance(topk, int) and nodes >= 2:
+        if given["num_steps"] is None:
+            sizes["num_steps"] = min(sizes["num_steps"], nodes)
+        if given["topk"] is None:
+            sizes["topk"] = topk = min(topk, nodes)
+        if not 2 <= topk <= nodes:
+            raise SettingsError(
+                f'mtp_tree: "shape": "auto" with topk={topk} and num_speculative_tokens'
+                f"={nodes} leaves nothing to choose; use topk from 2 to "
+                "num_speculative_tokens, or remove shape for chains."
+            )
+    elif nodes == 1:
+        raise SettingsError(
+            'mtp_tree: "shape": "auto" needs num_speculative_tokens of 2 or more, the '
+            "largest tree to choose; found 1."
+        )
+    return _fill_shape(*sizes.values())
 
 
 def _fill_shape(steps: Any, topk: Any, nodes: Any) -> TreeShape:

@@ -50,13 +50,18 @@ def test_settings() -> None:
     small = {"method": "mtp_tree", "shape": "auto", "num_speculative_tokens": 4}
     assert parse_settings(small).config.shape.num_steps == 4
     assert not parse_settings({"method": "mtp_tree"}).config.auto
+    least = {"method": "mtp_tree", "shape": "auto", "num_speculative_tokens": 2}
+    assert parse_settings(least).config.shape == TreeShape(2, 2, 2)
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"shape": "wide"}, 'must be "auto"'),
-        ({"shape": "auto", "topk": 1}, "needs topk of 2 or more"),
+        ({"shape": "auto", "topk": 1}, "use topk from 2 to"),
+        ({"shape": "auto", "topk": 4, "num_speculative_tokens": 3}, "use topk from 2"),
+        ({"shape": "auto", "num_speculative_tokens": 1}, "of 2 or more"),
+        ({"shape": "auto", "num_speculative_tokens": "x"}, "whole number"),
         ({"num_speculative_tokens_per_batch_size": [[1, 8, 2]]}, '"shape": "auto"'),
     ],
 )
