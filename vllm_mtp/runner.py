@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
 from vllm_mtp import compat
 from vllm_mtp.attention.base import TREE_BACKENDS, TreeBuilderMixin
@@ -173,6 +174,18 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
     def prepare_dummy_attn(self, *args: Any, **kwargs: Any) -> Any:
         self.tree_attn.verify_active = False
         return super().prepare_dummy_attn(*args, **kwargs)
+
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
+        """Memory profiling: hold what the largest verify pass holds while sampling.
+
+        That is a row of logits for every node, and the float32 copy of one chunk.
+        """
+        rows = min(self.max_num_reqs * self.tree.shape.num_rows, self.max_num_tokens)
+        hidden = hidden_states.new_zeros(rows, hidden_states.shape[1])
+        logits = self.model.compute_logits(hidden)
+        chunk = logits[: get_max_chunk_logits(logits.shape[1])].float()
+        super()._dummy_sampler_run(hidden_states)
+        del logits, chunk
 
     def sample(
         self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
-from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.utils.torch_utils import async_tensor_h2d, kv_cache_dtype_str_to_dtype
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
 )
 
 from vllm_mtp import compat
-from vllm_mtp.attention.base import build_attn_state, set_state
+from vllm_mtp.attention.base import TreeImplMixin, build_attn_state, set_state
 from vllm_mtp.auto.ladder import build_ladder, graph_batches
 from vllm_mtp.buffers import build_tree_buffers
 from vllm_mtp.config import SettingsError
@@ -90,7 +90,19 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
     def load_draft_model(
         self, target_model: nn.Module, target_attn_layer_names: set[str]
     ) -> nn.Module:
-        return load_mtp_layer(target_model, self.vllm_config)
+        model = load_mtp_layer(target_model, self.vllm_config)
+        self._allocate_scratch(model)
+        return model
+
+    def _allocate_scratch(self, model: nn.Module) -> None:
+        """Scratch caches of the MTP layer, before memory for the paged KV is sized."""
+        dtype = kv_cache_dtype_str_to_dtype(
+            self.vllm_config.cache_config.cache_dtype, self.vllm_config.model_config
+        )
+        for module in model.modules():
+            impl = getattr(module, "impl", None)
+            if isinstance(impl, TreeImplMixin):
+                impl.allocate_scratch(dtype, self.device)
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)

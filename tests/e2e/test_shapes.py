@@ -1,6 +1,7 @@
 """Degenerate trees and very short prompts."""
 
 import pytest
+import torch
 
 from tests.e2e.test_ids import mtp_tree, sampling
 from tests.helpers.engine import engine, generate, runner_of
@@ -40,6 +41,34 @@ def test_short_prompts_in_any_shape(
         assert ids == reference
         alone = generate(llm, held_out(3, SHORT)[2:], sampling(3, (0.0,), 12)[2:])
     assert alone == reference[2:3]
+
+
+def test_buffers_are_there_before_the_kv_pool_is_sized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Scratch caches from the load on; logits of every node in the profiling pass."""
+    with engine(mtp_tree(2, 2, 3)) as llm:
+        runner = runner_of(llm)
+        impls = [
+            m.impl for m in runner.speculator.model.modules() if hasattr(m, "impl")
+        ]
+        caches = [impl.scratch for impl in impls]
+        assert caches
+        assert all(cache is not None for cache in caches)
+        rows = []
+        compute = runner.model.compute_logits
+
+        def compute_logits(hidden: torch.Tensor) -> torch.Tensor:
+            rows.append(len(hidden))
+            return compute(hidden)
+
+        monkeypatch.setattr(runner.model, "compute_logits", compute_logits)
+        width = runner.model_config.get_hidden_size()
+        runner._dummy_sampler_run(torch.zeros(2, width))
+        assert max(rows) == runner.max_num_reqs * 4
+        # A step writes to the caches that were allocated at load.
+        generate(llm, held_out(2), sampling(2, (0.0,), 8))
+        assert all(a is b.scratch for a, b in zip(caches, impls, strict=True))
 
 
 def test_a_pass_runs_before_graphs_are_set_up(monkeypatch: pytest.MonkeyPatch) -> None:

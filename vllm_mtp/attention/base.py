@@ -246,7 +246,7 @@ class TreeImplMixin:
                 "The scratch cache was asked for before attention.base.set_state(); "
                 "the runner sets the state when it creates its speculator."
             )
-        if self.scratch is None:
+        if self.scratch is None or self.scratch.dtype != dtype:
             blocks = -(-state.scratch_slots.shape[0] // SCRATCH_BLOCK_SIZE)
             width = self.kv_lora_rank + self.qk_rope_head_dim
             self.scratch = torch.zeros(
