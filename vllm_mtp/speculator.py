@@ -45,6 +45,7 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         self.ladder = build_ladder(config.shape) if config.auto else None
         # One fused graph of all levels for every depth; none before graphs are set up.
         self.level_graphs: dict[int, SpeculatorCudaGraphManager] = {}
+        self.skips_head = False
         # Nodes of a dummy run's drafts; None: all. Set while step costs are measured.
         self.dummy_nodes: int | None = None
         self._check_sizes()
@@ -179,16 +180,32 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         if self.timer is not None:
             self.timer.mark("bookkeeping")
         # Upstream's draft prefill and no chain steps; it ends in sample_draft.
-        super().propose(
-            input_batch, *args, num_speculative_tokens=min(wanted, 1), **kwargs
-        )
         if wanted > 0:
+            super().propose(input_batch, *args, num_speculative_tokens=1, **kwargs)
             self._draft_levels(input_batch, self.depth_drafted, **kwargs)
+        else:
+            self._only_read(input_batch, *args, **kwargs)
         if self.timer is not None:
             self.timer.mark("drafting")
             self.timer.end()
         drafted: torch.Tensor = self.draft_tokens[: input_batch.num_reqs]
         return drafted
+
+    def _only_read(self, input_batch: Any, *args: Any, **kwargs: Any) -> None:
+        """Keep the draft's KV complete while nothing is drafted, without the head.
+
+        Not as a graph, since the captured draft prefills end with the head.
+        """
+        self.skips_head = True
+        try:
+            super().propose(
+                input_batch,
+                *args,
+                num_speculative_tokens=0,
+                **{**kwargs, "is_profile": True},
+            )
+        finally:
+            self.skips_head = False
 
     def _depth_of(self, num_nodes: int) -> int:
         """Levels to run for a tree of so many nodes."""
@@ -210,6 +227,8 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         **kwargs: Any,
     ) -> torch.Tensor:
         """End of the draft prefill: the root's children, best first."""
+        if self.skips_head:
+            return self.tree.topk_ids[: hidden_states.shape[0], 0]
         logits = self.compute_draft_logits(hidden_states, 0)
         self._find_children(logits, idx_mapping, sample_src_positions, depth=0)
         return self.tree.topk_ids[: logits.shape[0], 0]

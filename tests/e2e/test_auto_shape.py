@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.test_ids import LENGTHS, sampling
 from tests.e2e.test_metrics import read_counts
-from tests.helpers.engine import counters, engine, generate
+from tests.helpers.engine import counters, engine, generate, runner_of
 from tests.helpers.prompts import held_out
 
 AUTO = {"method": "mtp_tree", "shape": "auto"}
@@ -83,3 +83,46 @@ def check_counts(counts: Counter[str], sizes: set[int]) -> None:
     least, most = (sum(w * n for w, n in widths.items()) * k for k in (1, COUNT))
     assert least <= verified <= most
     assert counts["mtp_tree_nodes_drafted"] > verified
+
+
+def drafts_of(llm: Any, prompt: list[int], choose: Any) -> dict[int, tuple[int, ...]]:
+    """Drafted tokens by the position of the root, while ``choose`` is the policy."""
+    found: dict[int, tuple[int, ...]] = {}
+
+    def observe(batch: Any, fed: Any, _drawn: Any, _emitted: Any) -> None:
+        if len(fed) > 1:
+            root = int(batch.positions[batch.logits_indices[0]])
+            found[root] = tuple(fed.tolist()[1:])
+
+    runner, policy = runner_of(llm), scheduler_of(llm).policy
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "choose", choose)
+        patch.setattr(runner.rejection_sampler, "observer", observe)
+        generate(llm, [prompt], sampling(1, (0.0,), 48))
+    return found
+
+
+def test_drafts_after_a_pause_are_those_without_one(auto: Any) -> None:
+    """While nothing is drafted the draft's KV stays complete, and no head runs."""
+    prompt, steps, heads = held_out(1, (20,))[0], [0], [0]
+    speculator = runner_of(auto).speculator
+    compute = speculator.compute_draft_logits
+
+    def compute_draft_logits(hidden: Any, step: int) -> Any:
+        heads[0] += steps[0] < 20
+        return compute(hidden, step)
+
+    def pause(batch: int, context: int) -> int:
+        steps[0] += 1
+        return 0 if steps[0] < 20 else 3
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculator, "compute_draft_logits", compute_draft_logits)
+        paused = drafts_of(auto, prompt, pause)
+    assert heads[0] == 0
+    steady = drafts_of(auto, prompt, lambda batch, context: 3)
+    common = paused.keys() & steady.keys()
+    assert len(common) >= 3
+    assert {root: paused[root] for root in common} == {
+        root: steady[root] for root in common
+    }
