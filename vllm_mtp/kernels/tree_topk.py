@@ -36,6 +36,7 @@ from vllm_mtp.kernels.target_noise import (
     exp_fast,
     load_noise_args,
 )
+from vllm_mtp.reference.tree_topk import LEAST_MISS, ODDS_SHIFT, ODDS_SLOPE
 
 GROUP = 128
 """Tokens that share one maximum between the two kernels."""
@@ -48,6 +49,10 @@ MANY_TILES = 8192
 more than a GPU runs at once, so that a program's start and end weigh less."""
 
 LONG_SPLIT = 4
+
+_ODDS_SLOPE = tl.constexpr(ODDS_SLOPE)
+_ODDS_SHIFT = tl.constexpr(ODDS_SHIFT)
+_LEAST_MISS = tl.constexpr(LEAST_MISS)
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,17 @@ def _scan_vocab_kernel(
     tl.store(split_sum_ptr + row * split_stride + split, split_sum)
 
 
+@triton.jit
+def _calibrate(logprobs):
+    """Log-probability of the draft -> estimated log-chance of acceptance.
+
+    See ``vllm_mtp.reference.tree_topk.calibrate``.
+    """
+    miss = tl.maximum(1.0 - tl.exp(logprobs), _LEAST_MISS)
+    odds = _ODDS_SLOPE * (logprobs - tl.log(miss)) + _ODDS_SHIFT
+    return tl.minimum(odds, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(odds)))
+
+
 @triton.jit(do_not_specialize=["depth", "rows_per_req"])
 def _merge_groups_kernel(
     logits_ptr,
@@ -260,7 +276,7 @@ def _merge_groups_kernel(
     logprobs = (key_to_float(best_keys) - top).to(tl.float32) - tl.log(total)
     logprobs = tl.where(logprobs == logprobs, logprobs, float("-inf"))
     # A child never scores above its parent: rounding must not make this positive.
-    logprobs = tl.minimum(logprobs, 0.0)
+    logprobs = tl.minimum(_calibrate(tl.minimum(logprobs, 0.0)), 0.0)
     tl.store(
         topk_ids_ptr + row * topk_ids_stride + lanes,
         best_tokens.to(tl.int64),
@@ -278,7 +294,7 @@ def tree_topk(
     logits: torch.Tensor,
     # [>= num_rows, k] int64, out: token ids, best first
     topk_ids: torch.Tensor,
-    # [>= num_rows, k] float32, out: log-probability of each
+    # [>= num_rows, k] float32, out: estimated log-chance of acceptance of each
     topk_logprobs: torch.Tensor,
     # [num_reqs] int32/int64 batch row -> request slot; < 0: idle row, greedy
     idx_mapping: torch.Tensor,
@@ -293,7 +309,7 @@ def tree_topk(
     workspace: TopkWorkspace,
     use_fp64: bool = False,
 ) -> None:
-    """Write the k best next tokens of each row and their log-probabilities.
+    """Write the k best next tokens of each row and their chances of acceptance.
 
     The contract is that of ``vllm_mtp.reference.tree_topk``; the noise is vLLM's own
     (``vllm/v1/worker/gpu/sample/gumbel.py``, 0.32), as its sampler adds it for the
