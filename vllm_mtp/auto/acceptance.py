@@ -12,6 +12,7 @@ whenever both are used.
 import bisect
 import heapq
 from collections.abc import Sequence
+from functools import lru_cache
 
 from vllm_mtp.auto.ladder import Rung
 
@@ -75,19 +76,25 @@ def tree_acceptance(rung: Rung, topk: int, p: float, decay: float) -> list[float
     return reached
 
 
+@lru_cache(maxsize=4)
+def _table(ladder: tuple[Rung, ...], topk: int) -> list[list[list[list[float]]]]:
+    """``tree_acceptance`` by rung, decay and ``p``; never changed."""
+    return [
+        [
+            [tree_acceptance(rung, topk, p, decay) for p in P_GRID]
+            for decay in DECAY_GRID
+        ]
+        for rung in ladder
+    ]
+
+
 class AcceptanceModel:
     """Learns from every verified tree; predicts for every rung."""
 
     def __init__(self, ladder: Sequence[Rung], topk: int) -> None:
         self.ladder = ladder
         # [rung][decay][p]: chance of each depth
-        self.reached = [
-            [
-                [tree_acceptance(rung, topk, p, decay) for p in P_GRID]
-                for decay in DECAY_GRID
-            ]
-            for rung in ladder
-        ]
+        self.reached = _table(tuple(ladder), topk)
         # The same, summed: nodes accepted
         self.accepts = [
             [[sum(depths) for depths in row] for row in rows] for rows in self.reached
@@ -99,6 +106,7 @@ class AcceptanceModel:
         # Trees remembered, as if all were of the rung in use, and how many of them
         # reached each depth.
         self.rung = 0
+        self.steps = 0
         self.trees = STALE
         self.depths: list[float] = []
         # The first trees of the rung in use, and what was expected of them.
@@ -151,8 +159,10 @@ class AcceptanceModel:
     def _fit(self) -> None:
         """Find the ``p`` and ``decay`` that explain the running rung."""
         wanted = sum(self.depths) / self.trees / self.factors[self.rung]
-        if len(self.depths) > 1 and self.trees >= 64:
-            self.decay += 0.1 * (self._find_decay(wanted) - self.decay)
+        self.steps += 1
+        if len(self.depths) > 1 and self.trees >= 64 and self.steps % 8 == 0:
+            # The dear part, and slow to change.
+            self.decay += 0.5 * (self._find_decay(wanted) - self.decay)
         self.p = self._invert(self.rung, self.decay, wanted)
 
     def _find_decay(self, accepts: float) -> float:
