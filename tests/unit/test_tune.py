@@ -104,3 +104,20 @@ def test_failed_shapes_are_named_and_the_rest_counts(
     assert found["failed"] == {"off": "RuntimeError: no memory"}
     assert found["recommended"]["shape"] == "tree:3,4,7"
     assert "--speculative-config" in result.output
+
+
+def test_a_file_that_cannot_be_written_costs_no_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    """Measuring took long: the table is printed before the refusal."""
+
+    def measure_all(job, shapes, report):
+        for shape in shapes:
+            report(shape.name, rows_of({shape.name: RATES[shape.name]}), "")
+
+    monkeypatch.setattr(module, "measure_all", measure_all)
+    options = ["--shapes", "chain:3", "--output", str(tmp_path / "no" / "out.json")]
+    result = CliRunner().invoke(app, ["tune", "MODEL", *options])
+    assert result.exit_code == 1
+    assert "cannot be written" in result.output
+    assert "Recommended: chain:3" in result.output

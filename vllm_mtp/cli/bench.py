@@ -1,7 +1,6 @@
 """``vllm-mtp bench``: drive a running server over concurrencies."""
 
 import asyncio
-import json
 import platform
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.table import Table
 from vllm_mtp.bench.client import Answer, Client, Sampling
 from vllm_mtp.bench.prompts import load_prompts
 from vllm_mtp.bench.report import make_row, read_counters
-from vllm_mtp.config import SettingsError
+from vllm_mtp.cli.common import AsJson, OutputFile, deliver, parse_counts
 
 
 def bench(
@@ -51,12 +50,8 @@ def bench(
     timeout: Annotated[
         float, typer.Option(min=1, help="Seconds without an answer before giving up.")
     ] = 600.0,
-    output: Annotated[
-        Path | None, typer.Option(help="Also write the JSON object to this file.")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, no table.")
-    ] = False,
+    output: OutputFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure latency, throughput and accept length of a running server.
 
@@ -74,38 +69,17 @@ def bench(
 
       vllm-mtp bench http://localhost:8000 --concurrency 1,8,64 --output tree.json
     """
-    rounds = _parse_concurrency(concurrency)
+    rounds = parse_counts("--concurrency", concurrency)
     texts = load_prompts(prompts)
     sampling = Sampling(max_tokens, temperature, ignore_eos=not stop_at_eos)
     client = Client(url, api_key, timeout)
     record = asyncio.run(_run(client, texts, rounds, requests, sampling, model))
-    text = json.dumps(record)
-    if output is not None:
-        try:
-            output.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise SettingsError(f"{output}: cannot be written ({error}).") from error
-    if as_json:
-        typer.echo(text)
-    else:
-        Console().print(_table(record))
+    deliver(record, output, as_json, lambda: Console().print(_table(record)))
     if any(row["failed"] for row in record["rows"]):
         Console(stderr=True).print(
             f"Some requests failed, first: {record['first_error']}", markup=False
         )
         raise typer.Exit(1)
-
-
-def _parse_concurrency(text: str) -> list[int]:
-    try:
-        rounds = [int(part) for part in text.split(",")]
-    except ValueError:
-        rounds = []
-    if not rounds or min(rounds) < 1:
-        raise SettingsError(
-            f"--concurrency={text!r} must be whole numbers from 1, as in 1,8,64."
-        )
-    return rounds
 
 
 async def _run(

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_mtp.bench.prompts import load_prompts
+from vllm_mtp.cli.common import AsJson, OutputFile, deliver, parse_counts
 from vllm_mtp.config import SettingsError, parse_settings
 from vllm_mtp.tuning.report import config_text, plot, recommend
 from vllm_mtp.tuning.run import Job, measure_all
@@ -41,12 +42,8 @@ def tune(
         str,
         typer.Option(help="More arguments of LLM(), a JSON object."),
     ] = "{}",
-    output: Annotated[
-        Path | None, typer.Option(help="Also write the JSON object to this file.")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, no table.")
-    ] = False,
+    output: OutputFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure shapes side by side and print a --speculative-config.
 
@@ -58,7 +55,7 @@ def tune(
     job = Job(
         model=model,
         prompts=tuple(load_prompts(prompts)),
-        batches=_batches(batches),
+        batches=tuple(sorted({*parse_counts("--batches", batches)})),
         input_len=input_len,
         output_len=output_len,
         temperature=temperature,
@@ -93,13 +90,7 @@ def tune(
         "failed": failed,
         "recommended": recommend(rows, configs),
     }
-    text = json.dumps(result, indent=1)
-    if output is not None:
-        output.write_text(text + "\n", encoding="utf-8")
-    if as_json:
-        typer.echo(text)
-        return
-    _print_result(Console(), result)
+    deliver(result, output, as_json, lambda: _print_result(Console(), result))
 
 
 def _print_result(console: Console, result: dict[str, Any]) -> None:
@@ -144,18 +135,6 @@ def _shape(name: str) -> Shape:
             f"tune: --shapes has {name!r}; use off, auto, chain:N or tree:S-k-N, "
             "separated by commas."
         ) from error
-
-
-def _batches(text: str) -> tuple[int, ...]:
-    try:
-        found = tuple(sorted({int(part) for part in text.split(",")}))
-    except ValueError as error:
-        raise SettingsError(
-            f"tune: --batches {text!r} must be whole numbers separated by commas."
-        ) from error
-    if found[0] < 1:
-        raise SettingsError(f"tune: --batches has {found[0]}; use 1 or more.")
-    return found
 
 
 def _engine_args(text: str) -> dict[str, Any]:
