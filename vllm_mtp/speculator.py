@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config.compilation import CUDAGraphMode
-from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d, kv_cache_dtype_str_to_dtype
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
@@ -31,8 +30,6 @@ from vllm_mtp.kernels.tree_pack import pack_tree
 from vllm_mtp.kernels.tree_topk import build_topk_workspace, tree_topk
 from vllm_mtp.metrics.timing import PhaseTimer
 from vllm_mtp.models import load_mtp_layer
-
-logger = init_logger(__name__)
 
 
 class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]

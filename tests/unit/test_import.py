@@ -2,6 +2,9 @@
 
 import subprocess
 import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "vllm_mtp"
 
 
 def modules_after(code: str, *names: str) -> list[str]:
@@ -22,3 +25,15 @@ def test_registering_imports_no_triton_kernel_of_ours() -> None:
         code, "vllm_mtp.runner", "vllm_mtp.kernels.tree_topk", "vllm_mtp.attention.base"
     )
     assert loaded == []
+
+
+def test_every_logger_is_below_vllms() -> None:
+    """vLLM only shows what is logged below ``vllm``; our package is not."""
+    found = {
+        str(path.relative_to(PACKAGE)): line
+        for path in PACKAGE.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if line.startswith("logger = ")
+    }
+    assert len(found) > 5
+    assert set(found.values()) == {'logger = logging.getLogger("vllm." + __name__)'}

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -9,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.logger import init_logger
 
 from vllm_mtp.auto.costs import CostCacheError, CostTable
 from vllm_mtp.auto.ladder import Rung, graph_batches
 
-logger = init_logger(__name__)
+logger = logging.getLogger("vllm." + __name__)
 
 BATCHES = (1, 4, 16, 64, 128, 256, 512)
 CONTEXTS = (1024, 8192, 32768)
@@ -61,11 +61,11 @@ def cost_key(vllm_config: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def cost_path(vllm_config: Any) -> Path:
-    """The cache file: ``$VLLM_CACHE_ROOT/mtp_tree/<key>.json``."""
+def cost_path(key: str) -> Path:
+    """The cache file of a ``cost_key``: ``$VLLM_CACHE_ROOT/mtp_tree/<key>.json``."""
     import vllm.envs as envs
 
-    return Path(envs.VLLM_CACHE_ROOT) / "mtp_tree" / f"{cost_key(vllm_config)}.json"
+    return Path(envs.VLLM_CACHE_ROOT) / "mtp_tree" / f"{key}.json"
 
 
 def load_or_measure(
@@ -84,7 +84,8 @@ def load_or_measure(
         is_first_rank: Whether this process writes the file.
         agree: Gives every rank the first rank's answer, since they measure together.
     """
-    path, key = cost_path(vllm_config), cost_key(vllm_config)
+    key = cost_key(vllm_config)
+    path = cost_path(key)
     known = False
     if is_first_rank:
         try:

@@ -7,11 +7,9 @@ step, and to the next step, which verifies them; so it is always in time, with
 asynchronous scheduling too.
 """
 
+import logging
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from vllm.logger import init_logger
 
 from vllm_mtp import compat
 from vllm_mtp.auto.acceptance import AcceptanceModel
@@ -21,7 +19,7 @@ from vllm_mtp.auto.policy import Policy
 from vllm_mtp.auto.profile import cost_key, cost_path
 from vllm_mtp.scheduler import TreeAsyncScheduler, TreeScheduler
 
-logger = init_logger(__name__)
+logger = logging.getLogger("vllm." + __name__)
 
 LOG_EVERY = 30.0
 """Seconds between two log lines about the choice, while it changes."""
@@ -55,9 +53,10 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
         self._logged = (0.0, -1)
 
     def _load_costs(self, ladder: Any) -> CostTable | None:
-        path: Path = cost_path(self.vllm_config)
+        key = cost_key(self.vllm_config)
+        path = cost_path(key)
         try:
-            return CostTable.load(path, cost_key(self.vllm_config), ladder)
+            return CostTable.load(path, key, ladder)
         except CostCacheError as error:
             logger.info(
                 "mtp_tree: no measured step costs (%s: %s); starting from typical "
