@@ -43,7 +43,8 @@ def make_manager(*, piecewise: bool) -> SimpleNamespace:
         ]
     return SimpleNamespace(
         _capture_descs=descs,
-        _candidates={},
+        # As vLLM leaves them: graphs that are dropped are candidates too.
+        _candidates={(size, 0): list(descs[CUDAGraphMode.FULL]) for size in sizes},
         _graphs_captured=True,
         _resolve_effective_loras=lambda loras: loras,
     )
