@@ -12,7 +12,8 @@ import argparse
 import json
 import os
 from pathlib import Path
-from typing import Any
+
+from offline_generate import cpu_settings
 
 HERE = Path(__file__).parent
 TINY = HERE / "tiny_deepseek" / "model"
@@ -30,26 +31,17 @@ def main() -> None:
 
     import torch
 
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu:
+    if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams
 
-    # vLLM's reference MLA backend, in float32 so that ids compare exactly.
-    on_cpu: dict[str, Any] = {
-        "attention_backend": "CPU_MLA",
-        "dtype": "float32",
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": 64 << 20,
-        "max_num_seqs": 8,
-    }
     llm = LLM(
         args.model,
         max_model_len=512,
         speculative_config=json.loads(args.speculative_config),
         disable_log_stats=False,
-        **({} if on_gpu else on_cpu),
+        **cpu_settings(),
     )
     prompts = ["Once upon a time", "The answer is", "In the city of", "def main"]
     prompts = [prompts[i % len(prompts)] for i in range(args.num_prompts)]

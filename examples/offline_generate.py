@@ -78,32 +78,35 @@ def load_prompts(args: argparse.Namespace) -> list[Any]:
     ]
 
 
+def cpu_settings() -> dict[str, Any]:
+    """What the engine needs where there is no GPU; nothing where there is one."""
+    import torch
+
+    if torch.cuda.is_available():
+        return {}
+    # vLLM's reference MLA backend, in float32 so that ids compare exactly.
+    return {
+        "attention_backend": "CPU_MLA",
+        "dtype": "float32",
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 64 << 20,
+        "max_num_seqs": 8,
+    }
+
+
 def generate(
     args: argparse.Namespace, prompts: list[Any], speculative: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Run one engine; returns texts, token ids and vLLM's speculation counters."""
-    import torch
     from vllm import LLM, SamplingParams
 
-    cpu: dict[str, Any] = (
-        {}
-        if torch.cuda.is_available()
-        else {
-            # vLLM's reference MLA backend, in float32 so that ids compare exactly.
-            "attention_backend": "CPU_MLA",
-            "dtype": "float32",
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": 64 << 20,
-            "max_num_seqs": 8,
-        }
-    )
     llm = LLM(
         args.model,
         max_model_len=2048,
         tensor_parallel_size=args.tensor_parallel_size,
         speculative_config=speculative,
         disable_log_stats=False,
-        **cpu,
+        **cpu_settings(),
     )
     params = SamplingParams(
         temperature=args.temperature, seed=args.seed, max_tokens=args.max_tokens

@@ -4,9 +4,10 @@ Nothing here runs unless ``mtp_tree`` is asked for, except ``hook_engine_args``,
 only adds a look at the method's name.
 """
 
+import contextlib
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -22,6 +23,19 @@ SUPPORTED_VERSIONS = ("0.32.", "0.33.")
 GPU_WORKER = "vllm_mtp.worker.TreeWorker"
 CPU_WORKER = "vllm_mtp.cpu.worker.TreeCPUWorker"
 SCHEDULER = "vllm_mtp.scheduler.build_scheduler"
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, **names: Any) -> Iterator[None]:
+    """Give names of a module other values for a while."""
+    originals = {name: getattr(module, name) for name in names}
+    try:
+        for name, value in names.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(module, name, original)
 
 
 def vllm_version() -> str | None:
@@ -166,7 +180,7 @@ def _accept(
 
 
 def _prepare_auto(engine_args: Any, config: MTPConfig) -> None:
-    """Our scheduler, and CUDA graphs for every tree size of ``"shape": "auto"``."""
+    """Refuse other schedulers, and ask for CUDA graphs of every size of the tree."""
     from vllm_mtp.auto.ladder import build_ladder, graph_sizes
 
     if engine_args.scheduler_cls not in (None, SCHEDULER):
@@ -175,7 +189,6 @@ def _prepare_auto(engine_args: Any, config: MTPConfig) -> None:
             f"combined with scheduler_cls={engine_args.scheduler_cls!r}. Remove "
             "either."
         )
-    engine_args.scheduler_cls = SCHEDULER
     compilation = engine_args.compilation_config
     given = (
         engine_args.cudagraph_capture_sizes
@@ -311,20 +324,9 @@ def swap_cpu_runner(runner_cls: type) -> Any:
     0.32, 0.33: the CPU worker imports its runner inside ``init_device`` instead of
     calling ``_make_model_runner``. Can go when it calls that.
     """
-    import contextlib
-
     from vllm.v1.worker.cpu import model_runner as module
 
-    @contextlib.contextmanager
-    def swapped() -> Any:
-        original = module.CPUModelRunner
-        module.CPUModelRunner = runner_cls
-        try:
-            yield
-        finally:
-            module.CPUModelRunner = original
-
-    return swapped()
+    return _replaced(module, CPUModelRunner=runner_cls)
 
 
 def speculator_factory(factory: Any) -> Any:
@@ -333,20 +335,9 @@ def speculator_factory(factory: Any) -> Any:
     0.32, 0.33: ``model_runner`` binds ``init_speculator`` by name on import, so that
     name is the one to replace. Can go when methods can be registered.
     """
-    import contextlib
-
     from vllm.v1.worker.gpu import model_runner as module
 
-    @contextlib.contextmanager
-    def swapped() -> Any:
-        original = module.init_speculator
-        module.init_speculator = factory
-        try:
-            yield
-        finally:
-            module.init_speculator = original
-
-    return swapped()
+    return _replaced(module, init_speculator=factory)
 
 
 def graph_widths(num_nodes: list[int]) -> Any:
@@ -356,20 +347,11 @@ def graph_widths(num_nodes: list[int]) -> Any:
     its scheduler uses, which cannot name more counts than there are batch sizes. Can go
     when the manager takes a list of query lengths.
     """
-    import contextlib
-
     from vllm.v1.worker.gpu import cudagraph_utils as module
 
-    @contextlib.contextmanager
-    def swapped() -> Any:
-        original = module.build_dynamic_sd_schedule_lookup
-        module.build_dynamic_sd_schedule_lookup = lambda *_, **__: [0, *num_nodes]
-        try:
-            yield
-        finally:
-            module.build_dynamic_sd_schedule_lookup = original
-
-    return swapped()
+    return _replaced(
+        module, build_dynamic_sd_schedule_lookup=lambda *_, **__: [0, *num_nodes]
+    )
 
 
 def keep_graphs(manager: Any, batches: list[int]) -> None:
@@ -418,22 +400,9 @@ def draft_modules_replaced(stand_ins: Mapping[str, type]) -> Any:
     0.32, 0.33: it always allocates an embedding and a head (3.7 GB for DeepSeek-V3),
     and ``load_eagle_model`` drops them after they were read. Can go when it does not.
     """
-    import contextlib
-
     from vllm.model_executor.models import deepseek_mtp
 
-    @contextlib.contextmanager
-    def replaced() -> Any:
-        originals = {name: getattr(deepseek_mtp, name) for name in stand_ins}
-        try:
-            for name, stand_in in stand_ins.items():
-                setattr(deepseek_mtp, name, stand_in)
-            yield
-        finally:
-            for name, original in originals.items():
-                setattr(deepseek_mtp, name, original)
-
-    return replaced()
+    return _replaced(deepseek_mtp, **stand_ins)
 
 
 def load_draft_model(

@@ -1,7 +1,6 @@
 """The examples run as a user runs them; those that need a server share one."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.server import Server, free_port, wait_until_healthy
+from tests.helpers.server import Server, free_port, running
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,19 +54,9 @@ def test_batch_with_seeds() -> None:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """``examples/serve.sh``, started as a user starts it."""
     port, log = free_port(), tmp_path_factory.mktemp("serve") / "log.txt"
-    env = {**os.environ, "PORT": str(port), "PYTHON": sys.executable}
-    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            ["examples/serve.sh"], cwd=ROOT, stdout=out, stderr=out, env=env
-        )
-        try:
-            running = Server(f"http://127.0.0.1:{port}", process, log)
-            wait_until_healthy(running)
-            yield running
-        finally:
-            process.terminate()
-            process.wait(60)
+    env = {"PORT": str(port), "PYTHON": sys.executable}
+    with running(["examples/serve.sh"], port, log, cwd=ROOT, **env) as started:
+        yield started
 
 
 def test_client(server: Server) -> None:

@@ -98,9 +98,18 @@ def serving(speculative: Any, folder: Path, *flags: str) -> Iterator[Server]:
     command += GPU_FLAGS if GPUS else CPU_FLAGS
     if speculative is not None:
         command += ["--speculative-config", json.dumps(speculative)]
-    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with running([*command, *flags], port, log) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def running(
+    command: list[str], port: int, log: Path, cwd: Path | None = None, **env: str
+) -> Iterator[Server]:
+    """The server that a command starts on ``port``, until it is no longer needed."""
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **env}
     with log.open("w") as out:
-        process = subprocess.Popen([*command, *flags], stdout=out, stderr=out, env=env)
+        process = subprocess.Popen(command, cwd=cwd, stdout=out, stderr=out, env=env)
         try:
             server = Server(f"http://127.0.0.1:{port}", process, log)
             wait_until_healthy(server)

@@ -164,7 +164,9 @@ class TreeBuilderMixin:
             max_suffix=min(max_query_len, self.max_tree_rows),
             max_query_len=max_query_len,
             max_prefix_len=common.max_seq_len,
-            rest=self.build_rest(metadata, common, num_reqs, num_rows),
+            rest=None
+            if num_reqs == metadata.num_decodes
+            else self.build_rest(metadata, common, num_reqs, num_rows),
         )
 
     def _find_trees(self: Any, metadata: Any, common: Any) -> tuple[int, int, int]:
@@ -186,9 +188,7 @@ class TreeBuilderMixin:
     def build_rest(
         self: Any, metadata: Any, common: Any, num_reqs: int, num_rows: int
     ) -> Any:
-        """Decode metadata of the requests behind the first ``num_reqs``, if any."""
-        if num_reqs == metadata.num_decodes:
-            return None
+        """Decode metadata of the requests behind the first ``num_reqs``."""
         raise NotImplementedError(
             f"{type(self).__name__} keeps short prefills on its decode path "
             f"({metadata.num_decode_tokens - num_rows} rows of this pass) and must "

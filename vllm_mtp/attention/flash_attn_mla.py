@@ -71,8 +71,6 @@ class TreeFlashAttnMLAMetadataBuilder(
     ) -> Any:
         """Short prefills, with their own schedule; never in a graph."""
         decode = metadata.decode
-        if num_reqs == metadata.num_decodes:
-            return None
         lengths = common.query_start_loc_cpu[num_reqs : metadata.num_decodes + 1].diff()
         rest = dataclasses.replace(
             decode,

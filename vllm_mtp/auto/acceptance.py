@@ -17,7 +17,7 @@ from functools import lru_cache
 from vllm_mtp.auto.ladder import Rung
 
 TAIL = 0.7
-"""Odds of a child against the sibling before it; fitted to trees of the tiny model."""
+"""Odds of a child against the sibling before it; a round figure, not a fit."""
 
 P_GRID = tuple(0.02 * i for i in range(1, 50))
 DECAY_GRID = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1)

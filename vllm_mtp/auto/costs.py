@@ -119,7 +119,7 @@ def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 def default_table(ladder: Sequence[Rung]) -> CostTable:
     """Stand-in where nothing was measured: a step costs little more for more rows.
 
-    Proportions of a DeepSeek-V3 layer on an H200; online corrections do the rest.
+    Round figures, shaped like a large MoE; online corrections do the rest.
     """
     batches = (1, 8, 64, 256)
     base = {1: 1.0, 8: 1.6, 64: 3.0, 256: 4.5}

@@ -7,7 +7,8 @@ import torch
 ODDS_SLOPE = 1.15
 ODDS_SHIFT = 0.5
 """From the odds that the draft gives a token to the odds that the target draws it, as
-logarithms; fitted to trees of the tiny model (docs/benchmarks.md, calibration)."""
+logarithms; chosen after reliability tables of the tiny model's trees, without any
+correction (docs/benchmarks.md, calibration, has the tables with it)."""
 
 LEAST_MISS = 1e-6
 """Chance of another token that even the surest draft is taken to leave."""
