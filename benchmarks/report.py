@@ -194,6 +194,54 @@ def serving_table(record: Record) -> str:
     )
 
 
+LOAD_COLUMNS = {
+    "input": "input_len",
+    "batch": "batch",
+    "off": "off",
+    "best chain": "chain",
+    "which": "chain_shape",
+    "best tree": "tree",
+    "which ": "tree_shape",
+    "auto": "auto",
+    "chose (N, S)": "auto_chose",
+}
+
+
+def load_table(record: Record) -> str:
+    """Greedy output tokens per second by load, and what auto chose at the end."""
+    ratios = ("off", "best", "single")
+    single = next((r["single_shape"] for r in record["rows"] if "single" in r), "-")
+    text = table(
+        [
+            *LOAD_COLUMNS,
+            "auto / off",
+            "auto / best of the row",
+            f"auto / {single.replace(':', ' ')}",
+        ],
+        (
+            [
+                *(row.get(key) for key in LOAD_COLUMNS.values()),
+                *(
+                    times(row[f"auto_over_{name}"])
+                    if f"auto_over_{name}" in row
+                    else None
+                    for name in ratios
+                ),
+            ]
+            for row in sorted(
+                record["rows"], key=lambda row: (row["input_len"], row["batch"])
+            )
+        ),
+    )
+    means = record["geometric_means"]
+    shown = ", ".join(
+        f"{name} {times(means[f'auto_over_{name}'])}"
+        for name in ratios
+        if f"auto_over_{name}" in means
+    )
+    return f"{text}\n\nGeometric means of the ratios of auto: over {shown}."
+
+
 def gain(row: Mapping[str, Any], other: str) -> float | None:
     """Tokens per second of the best tree over ``other``'s; None: one is missing."""
     ours, theirs = row.get("tree_tok_s"), row.get(f"{other}_tok_s")
@@ -475,6 +523,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "results:summary": summary,
     "results:losses": losses,
     "results:serving": lambda: section("serving_h200", serving_table),
+    "results:load": lambda: section("load_h200", load_table),
     "results:acceptance": lambda: section("acceptance", acceptance_table),
     "results:calibration": lambda: section("calibration", calibration_table),
     "results:attention": lambda: section("attention_h200", attention_table),

@@ -122,6 +122,7 @@ OWN_KEYS = (
     "num_steps",
     "topk",
     "num_speculative_tokens",
+    "max_draft_context",
     "trace",
     "timing",
 )
@@ -175,6 +176,9 @@ AUTO_SIZES = {"num_steps": 6, "topk": 3, "num_speculative_tokens": 14}
 DYNAMIC_KEY = "num_speculative_tokens_per_batch_size"
 """vLLM's key that makes its scheduler look up a draft count every step."""
 
+MAX_CONTEXT = 1 << 30
+"""Largest ``max_draft_context``, in tokens."""
+
 MAX_BATCH = 1 << 20
 """End of the one batch-size range given with that key."""
 
@@ -187,6 +191,10 @@ class MTPConfig:
 
     auto: bool = False
     """Whether the tree's size follows the load; ``shape`` is then the largest."""
+
+    max_draft_context: int | None = None
+    """Mean tokens of context of the running requests above which ``auto`` drafts
+    nothing; None: no limit."""
 
     trace: dict[str, Any] | None = None
     """Settings of the tree trace (``vllm_mtp.trace.settings``); None: no trace."""
@@ -241,6 +249,7 @@ def parse_settings(settings: Mapping[str, Any]) -> ParsedSettings:
         config=MTPConfig(
             shape=shape,
             auto=auto,
+            max_draft_context=_parse_limit(given.get("max_draft_context"), auto),
             trace=_parse_trace(given.get("trace")),
             timing=_parse_flag("timing", given.get("timing")),
         ),
@@ -261,6 +270,18 @@ def _parse_policy(value: Any) -> bool:
         f'mtp_tree: shape={value!r} must be "auto" (the tree\'s size follows the load) '
         'or "fixed".'
     )
+
+
+def _parse_limit(value: Any, auto: bool) -> int | None:
+    if value is None:
+        return None
+    if not auto:
+        raise SettingsError(
+            f"mtp_tree: max_draft_context={value!r} needs the shape that follows the "
+            'load. Set "shape": "auto", or remove max_draft_context.'
+        )
+    _check_range("max_draft_context", value, 1, MAX_CONTEXT)
+    return int(value)
 
 
 def _parse_trace(value: Any) -> dict[str, Any] | None:

@@ -47,6 +47,8 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
         self.timer = self.speculator.timer = self._build_timer()
         # Of the requests that came with the step at hand.
         self.new_chains: tuple[str, ...] = ()
+        # While step costs are measured, dummy rows count as real ones.
+        self.is_measuring = False
 
     def _build_timer(self) -> PhaseTimer | None:
         """Times phases for the metrics or the trace; None when neither asks."""
@@ -126,15 +128,23 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
         )
 
     def _run_dummy_step(self, num_nodes: int, batch: int, context: int) -> None:
-        """One decode step of placeholder requests, all but sampling."""
+        """One decode step of placeholder requests, all but sampling.
+
+        Their tokens are random, since equal ones would all go to the same experts.
+        """
         own: Any = self.decode_query_len  # type: ignore[has-type]
         self.decode_query_len, self.speculator.dummy_nodes = num_nodes + 1, num_nodes
+        self.is_measuring = True
         try:
             self._dummy_run(
-                batch * (num_nodes + 1), uniform_decode=True, context_len=context
+                batch * (num_nodes + 1),
+                uniform_decode=True,
+                context_len=context,
+                randomize_inputs=True,
             )
         finally:
             self.decode_query_len, self.speculator.dummy_nodes = own, None
+            self.is_measuring = False
 
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)
@@ -171,9 +181,12 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
             self.verify_slots = slot_mappings
         return block_tables, slot_mappings
 
-    def prepare_dummy_attn(self, *args: Any, **kwargs: Any) -> Any:
+    def prepare_dummy_attn(self, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         self.tree_attn.verify_active = False
-        return super().prepare_dummy_attn(*args, **kwargs)
+        if self.is_measuring:
+            # Rows marked as padding skip their experts.
+            input_batch.is_padding.fill_(False)
+        return super().prepare_dummy_attn(input_batch, *args, **kwargs)
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
         """Memory profiling: hold what the largest verify pass holds while sampling.

@@ -42,7 +42,7 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         self.ladder = build_ladder(config.shape) if config.auto else None
         # One fused graph of all levels for every depth; none before graphs are set up.
         self.level_graphs: dict[int, SpeculatorCudaGraphManager] = {}
-        self.skips_head = False
+        self.skips_head = self.is_capturing = False
         # Nodes of a dummy run's drafts; None: all. Set while step costs are measured.
         self.dummy_nodes: int | None = None
         self._check_sizes()
@@ -138,7 +138,9 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
                 compat.keep_graphs(manager, batches)
 
     def capture(self) -> None:
+        self.is_capturing = True
         super().capture()
+        self.is_capturing = False
         for depth, manager in self.level_graphs.items():
             if manager is not self.decode_cudagraph_manager:
                 manager.capture(
@@ -176,9 +178,8 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         self.depth_drafted = self._depth_of(wanted) if wanted > 0 else 0
         if self.timer is not None:
             self.timer.mark("bookkeeping")
-        # Upstream's draft prefill and no chain steps; it ends in sample_draft.
         if wanted > 0:
-            super().propose(input_batch, *args, num_speculative_tokens=1, **kwargs)
+            self._draft_root_children(input_batch, *args, **kwargs)
             self._draft_levels(input_batch, self.depth_drafted, **kwargs)
         else:
             self._only_read(input_batch, *args, **kwargs)
@@ -188,21 +189,38 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         drafted: torch.Tensor = self.draft_tokens[: input_batch.num_reqs]
         return drafted
 
+    def _draft_root_children(self, input_batch: Any, *args: Any, **kwargs: Any) -> None:
+        """Upstream's draft prefill, which ends in ``sample_draft``."""
+        if self._has_headless_graph(input_batch):
+            kwargs["is_profile"] = True  # runs eagerly
+        super().propose(input_batch, *args, num_speculative_tokens=1, **kwargs)
+
     def _only_read(self, input_batch: Any, *args: Any, **kwargs: Any) -> None:
         """Keep the draft's KV complete while nothing is drafted, without the head.
 
-        Not as a graph, since the captured draft prefills end with the head.
+        The first step verifies the last drafts, and graphs of its rows have the head.
         """
+        if not self._has_headless_graph(input_batch):
+            kwargs["is_profile"] = True  # runs eagerly
         self.skips_head = True
         try:
-            super().propose(
-                input_batch,
-                *args,
-                num_speculative_tokens=0,
-                **{**kwargs, "is_profile": True},
-            )
+            super().propose(input_batch, *args, num_speculative_tokens=0, **kwargs)
         finally:
             self.skips_head = False
+
+    def _has_headless_graph(self, input_batch: Any) -> bool:
+        """One row a request: steps of ``"shape": "auto"`` that draft nothing."""
+        rows: int = input_batch.num_tokens
+        return self.ladder is not None and rows == input_batch.num_reqs
+
+    def _prefill(self, num_reqs: int, num_tokens: int, *args: Any, **kw: Any) -> None:
+        one_row = self.ladder is not None and num_tokens == num_reqs
+        if not (self.is_capturing and one_row):
+            super()._prefill(num_reqs, num_tokens, *args, **kw)
+            return
+        self.skips_head = True
+        super()._prefill(num_reqs, num_tokens, *args, **kw)
+        self.skips_head = False
 
     def _depth_of(self, num_nodes: int) -> int:
         """Levels to run for a tree of so many nodes."""

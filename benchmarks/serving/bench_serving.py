@@ -5,7 +5,8 @@
 The model is the inflated one (``benchmarks.inflate``): DeepSeek-V3's cost, the trained
 tiny model's acceptance. One engine for each of ``--shapes`` serves all batch sizes,
 input lengths and temperatures. Prompts are held-out text and lie in the prefix cache;
-only steps in which the whole batch decodes are timed. The file is written after every
+only steps in which the whole batch decodes are timed. ``--batches`` and
+``--sampled-batches`` may differ from call to call. The file is written after every
 engine; measurements already in it are kept, so a table can be filled in several runs.
 """
 
@@ -47,6 +48,10 @@ SHAPES = (
 ROUNDS = {1: 6, 2: 4, 4: 3, 8: 2}
 """Batches of other prompts that are run one after the other; elsewhere one."""
 
+MAX_PROMPTS = 128
+"""Different prompts; their KV fills most of the memory at 8k. Larger batches serve each
+more than once, from the same cached blocks."""
+
 PROFILED = (4, 12)
 """First and last step whose kernels are counted."""
 
@@ -68,7 +73,7 @@ def parse_args() -> argparse.Namespace:
     add("--sampled-batches", type=int, nargs="*", default=[1, 8, 32])
     add("--tokens", type=int, default=64, help="new tokens a request, at most 128")
     add("--layers", type=int, default=Inflation.num_hidden_layers)
-    add("--skip-above", type=int, default=2048, help="see Inflation.skip_above")
+    add("--skip-above", type=int, default=4096, help="see Inflation.skip_above")
     add("--corpus", type=Path, help="prompts from train.py's corpus")
     add("--budget", type=float, default=1e9, help="seconds; start no engine beyond")
     add("--profile", type=int, nargs="*", default=[], help="batches to take apart")
@@ -93,6 +98,7 @@ class Bench:
         )
         batches = {*args.batches, *args.sampled_batches}
         num_prompts = max(batch * ROUNDS.get(batch, 1) for batch in batches)
+        num_prompts = min(num_prompts, MAX_PROMPTS)
         tokens = max(args.tokens, 80 if args.profile else 0)
         self.workload = Workload(sorted(batches), args.inputs, num_prompts, tokens)
         # Cut before any engine starts, so that too little text is noticed at once.
@@ -175,10 +181,11 @@ class Bench:
             for batch in args.sampled_batches if temperature else args.batches:
                 # The first replays and draws of a size are slower.
                 warm_up = 3 * speculation.num_steps + 4
-                decode(llm, prompts[:batch], temperature, warm_up)
                 rounds = ROUNDS.get(batch, 1)
+                cycle = prompts * -(-batch // len(prompts))
+                decode(llm, cycle[:batch], temperature, warm_up)
                 window = decode_rounds(
-                    llm, prompts, batch, rounds, temperature, args.tokens
+                    llm, cycle, batch, rounds, temperature, args.tokens
                 )
                 rows.append(self.row(speculation, temperature, length, batch, window))
                 if speculation.family == "auto":

@@ -52,35 +52,66 @@ def summarize(measured: Sequence[Row]) -> list[Row]:
 
 
 def compare_loads(measured: Sequence[Row]) -> list[Row]:
-    """Greedy tokens/s by load; chain and tree are one shape each for all loads.
+    """Greedy tokens/s by load: ``off``, the best of each family, ``auto``.
 
-    A row: ``batch``, ``input_len``, ``off``, ``chain``, ``tree``, ``auto``. The fixed
-    shapes are those with the best geometric mean over the loads that all have.
+    A row: ``batch``, ``input_len``, ``off``, ``chain``, ``chain_shape``, ``tree`` and
+    ``tree_shape`` (the best at this load), ``single`` and ``single_shape`` (the one
+    fixed shape whose geometric mean over all loads is best), ``auto``, ``auto_chose``,
+    and the ratios ``auto_over_off``, ``auto_over_best`` (the fastest fixed choice of
+    the row, ``off`` among them) and ``auto_over_single``.
     """
-    rates: dict[tuple[str, str], dict[tuple[int, int], float]] = {}
+    loads: dict[tuple[int, int], list[Row]] = {}
     for row in measured:
         if row["temperature"] == 0:
-            found = rates.setdefault((row["family"], row["shape"]), {})
-            found[row["batch"], row["input_len"]] = row["tok_s"]
-    chose = {
-        (row["batch"], row["input_len"]): row["chose"]
-        for row in measured
-        if row["temperature"] == 0 and "chose" in row
-    }
-    loads = sorted(set.intersection(*map(set, rates.values()))) if rates else []
-    if not loads:
-        return []
-    best: dict[str, tuple[float, str]] = {}
-    for (family, shape), found in rates.items():
-        mean = statistics.geometric_mean(found[load] for load in loads)
-        best[family] = max(best.get(family, (0.0, "")), (mean, shape))
+            loads.setdefault((row["batch"], row["input_len"]), []).append(row)
+    single = best_single(list(loads.values()))
     return [
-        {"batch": batch, "input_len": length}
-        | {f: rates[f, shape][batch, length] for f, (_, shape) in best.items()}
-        | {f"{f}_shape": s for f, (_, s) in best.items() if f in ("chain", "tree")}
-        | ({"auto_chose": chose[batch, length]} if (batch, length) in chose else {})
-        for batch, length in loads
+        _compare_load(batch, length, rows, single)
+        for (batch, length), rows in sorted(loads.items())
     ]
+
+
+def best_single(loads: Sequence[Sequence[Row]]) -> str | None:
+    """The fixed shape, measured at every load, of the best geometric mean."""
+    rates: dict[str, list[float]] = {}
+    for row in (row for rows in loads for row in rows if row["family"] != "auto"):
+        rates.setdefault(row["shape"], []).append(row["tok_s"])
+    whole = [shape for shape, found in rates.items() if len(found) == len(loads)]
+    mean = statistics.geometric_mean
+    return max(whole, key=lambda shape: mean(rates[shape]), default=None)
+
+
+def _compare_load(
+    batch: int, length: int, rows: Sequence[Row], single: str | None
+) -> Row:
+    line: Row = {"batch": batch, "input_len": length}
+    for family in ("off", "chain", "tree", "auto"):
+        ours = [row for row in rows if row["family"] == family]
+        if not ours:
+            continue
+        best = max(ours, key=lambda row: row["tok_s"])
+        line[family] = best["tok_s"]
+        if family in ("chain", "tree"):
+            line[f"{family}_shape"] = best["shape"]
+        if family == "auto":
+            line["auto_chose"] = best["chose"]
+    for row in rows:
+        if row["shape"] == single:
+            line |= {"single": row["tok_s"], "single_shape": single}
+    fixed = [line[family] for family in ("off", "chain", "tree") if family in line]
+    against = {"off": line.get("off"), "single": line.get("single")}
+    against["best"] = max(fixed, default=None)
+    for name, rate in against.items():
+        if rate and "auto" in line:
+            line[f"auto_over_{name}"] = round(line["auto"] / rate, 3)
+    return line
+
+
+def mean_ratios(rows: Sequence[Row]) -> Row:
+    """Geometric mean over the loads of each ratio of ``compare_loads``."""
+    names = [f"auto_over_{name}" for name in ("off", "best", "single")]
+    found = {n: [row[n] for row in rows if n in row] for n in names}
+    return {n: round(statistics.geometric_mean(v), 3) for n, v in found.items() if v}
 
 
 def merge(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
@@ -134,7 +165,9 @@ def main() -> None:
         args.out.write_text(json.dumps(record, indent=1) + "\n")
     print(format_table(record["rows"]))
     if args.loads:
-        loads = {**record, "rows": compare_loads(record["measured"])}
+        rows = compare_loads(record["measured"])
+        loads = {key: record[key] for key in ("command", "commit", "versions", "gpu")}
+        loads |= {"geometric_means": mean_ratios(rows), "rows": rows}
         args.loads.write_text(json.dumps(loads, indent=1) + "\n")
 
 

@@ -126,3 +126,27 @@ def test_drafts_after_a_pause_are_those_without_one(auto: Any) -> None:
     assert {root: paused[root] for root in common} == {
         root: steady[root] for root in common
     }
+
+
+def test_nothing_is_drafted_beyond_the_context_limit(
+    auto: Any, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checked every few steps, so it is off and on again within one request."""
+    scheduler = scheduler_of(auto)
+    prompt, contexts = held_out(1, (20,))[0], []
+
+    def limit(tokens: int | None) -> dict[int, tuple[int, ...]]:
+        monkeypatch.setattr(scheduler, "max_context", tokens)
+
+        def choose(batch: int, context: int) -> int:
+            contexts.append(context)
+            return 3
+
+        return drafts_of(auto, prompt, choose)
+
+    whole = limit(None)
+    assert max(contexts) > 40
+    contexts.clear()
+    short = limit(40)
+    assert max(contexts) <= 40
+    assert 0 < len(short) < len(whole)

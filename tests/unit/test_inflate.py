@@ -11,7 +11,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from benchmarks.inflate import TINY, Inflation, Inflator, Space
 from benchmarks.serving.cost import count_bytes
-from benchmarks.serving.report import compare_loads, merge, summarize
+from benchmarks.serving.report import compare_loads, mean_ratios, merge, summarize
 from benchmarks.serving.setup import CPU_SHAPE
 from vllm_mtp.tuning.shapes import Shape
 
@@ -230,9 +230,28 @@ def test_shapes_and_summary() -> None:
     assert line["chain"] == "2"
     assert line["tree_over_chain"] == 1.1
     assert line["tree_over_off"] == 2.09
-    (load,) = compare_loads(merge(rows, newer))
-    assert (load["chain"], load["chain_shape"]) == (190.0, "chain:2")
-    assert load["tree"] == 209.0
+    auto = point | {"shape": "auto", "family": "auto", "tok_s": 205.0, "chose": [3, 3]}
+    elsewhere = {"batch": 8, "tok_s": 400.0}
+    others = [row | elsewhere for row in (rows[0], rows[2], auto)]
+    loads = compare_loads([*merge(rows, newer), auto, *others])
+    assert loads[0] == {
+        "batch": 1,
+        "input_len": 1024,
+        "off": 100.0,
+        "chain": 190.0,
+        "chain_shape": "chain:2",
+        "tree": 209.0,
+        "tree_shape": "tree:2,2,3",
+        "auto": 205.0,
+        "auto_chose": [3, 3],
+        # The one chain that was measured at both loads.
+        "single": 180.0,
+        "single_shape": "chain:3",
+        "auto_over_off": 2.05,
+        "auto_over_best": 0.981,
+        "auto_over_single": 1.139,
+    }
+    assert mean_ratios(loads)["auto_over_off"] == pytest.approx(1.432, abs=1e-3)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Start-up measurement of step costs, under graph replay, and where it is kept."""
 
+import functools
 import hashlib
 import json
 import logging
@@ -19,8 +20,8 @@ logger = logging.getLogger("vllm." + __name__)
 BATCHES = (1, 4, 16, 64, 128, 256, 512)
 CONTEXTS = (1024, 8192, 32768)
 
-TIMED, WARM_UPS = 3, 1
-"""Steps of a point that are timed, and run before."""
+TIMED, LONG_STEP = 3, 0.025
+"""Steps of a point that are timed; one is enough where it takes so many seconds."""
 
 BUDGET = 12.0
 """Seconds; points that would come later keep the shape of those measured."""
@@ -148,26 +149,24 @@ def measure(
                 if context != contexts[0] and agree(late):
                     continue
                 found[index, context, batch] = _time_point(
-                    run_step, rung.num_nodes, batch, context
+                    functools.partial(run_step, rung.num_nodes, batch, context), agree
                 )
     return fill_table(found, len(ladder), batches, contexts)
 
 
-def _time_point(
-    run_step: Callable[[int, int, int], None], nodes: int, batch: int, context: int
-) -> float:
-    """Milliseconds of one step."""
-    for _ in range(WARM_UPS):
-        run_step(nodes, batch, context)
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(TIMED):
-        run_step(nodes, batch, context)
-    if on_gpu:
-        torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / TIMED * 1e3
+def _time_point(run_step: Callable[[], None], agree: Callable[[bool], bool]) -> float:
+    """Milliseconds of one step; the first one only tells how many to time."""
+
+    def seconds(count: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(count):
+            run_step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    count = 1 if agree(seconds(1) > LONG_STEP) else TIMED
+    return seconds(count) / count * 1e3
 
 
 def fill_table(

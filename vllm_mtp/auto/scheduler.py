@@ -47,6 +47,8 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
             ),
         )
         self.dynamic_sd_lookup = self
+        self.max_context = config.max_draft_context
+        self._lookups = 0
         self._context = 1024
         self._last_update = 0.0
         self._last_step: tuple[int, int] | None = None
@@ -69,9 +71,12 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
     def __getitem__(self, num_scheduled: int) -> int:
         """Nodes to draft in a step of so many requests (``dynamic_sd_lookup``)."""
         policy = self.policy
-        if policy.steps % 8 == 0 and self.running:
+        if self._lookups % 8 == 0 and self.running:
             total = sum(request.num_computed_tokens for request in self.running)
             self._context = max(total // len(self.running), 1)
+        self._lookups += 1
+        if self.max_context is not None and self._context > self.max_context:
+            return 0
         rung = policy.choose(num_scheduled, self._context)
         self._log()
         return policy.ladder[rung].num_nodes
