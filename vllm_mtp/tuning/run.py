@@ -6,6 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_mtp.auto.policy import Policy
 from vllm_mtp.tuning.shapes import Shape
 
 ROUNDS = {1: 4, 2: 3, 4: 2}
@@ -99,12 +100,22 @@ def measure(job: Job, shape: Shape) -> list[Row]:
     return rows
 
 
+def policy_of(llm: Any) -> Any:
+    """What chooses the tree's size with ``"shape": "auto"``; None: nothing does.
+
+    ``llm`` must run its engine in this process.
+    """
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    # vLLM's scheduler has a ``policy`` of its own: the order of requests.
+    return scheduler.policy if isinstance(scheduler.policy, Policy) else None
+
+
 def auto_choice(llm: Any) -> list[int]:
     """N and S of the tree size that ``"shape": "auto"`` has settled on.
 
     ``llm`` must run its engine in this process.
     """
-    policy = llm.llm_engine.engine_core.engine_core.scheduler.policy
+    policy = policy_of(llm)
     rung = policy.ladder[policy.current]
     return [rung.num_nodes, rung.num_steps]
 
