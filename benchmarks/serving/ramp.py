@@ -5,8 +5,8 @@
 Concurrency goes up in stages and back; in each stage the text is easy to predict at
 first (held-out prompts, greedy), then hard (random prompts, temperature 1.3). Every
 engine runs the same schedule by time, so their windows compare directly. The model is
-that of ``bench_serving``. Where concurrency falls, no request is added until enough
-have finished. The file is written after every engine; measurements already in it are
+that of ``bench_serving``. Where concurrency falls, the requests added last are aborted, so
+that a slower engine does not run more of them for longer. The file is written after every engine; measurements already in it are
 kept.
 """
 
@@ -163,7 +163,7 @@ class Traffic:
 
         self.tallies = [Tally() for _ in range(schedule.num_windows)]
         self.changes: list[float] = []
-        self.added = self.finished = self.failed = 0
+        self.added = self.finished = self.aborted = self.failed = 0
         self.rung = self.policy.current if self.policy else 0
         self.begin = 0.0
 
@@ -173,7 +173,7 @@ class Traffic:
         window = 0
         try:
             while window < self.schedule.num_windows:
-                self._top_up(window)
+                self._follow(window)
                 outputs = self.engine.step()
                 seconds = time.perf_counter() - self.begin
                 now = self.schedule.window_at(seconds)
@@ -190,8 +190,16 @@ class Traffic:
             traceback.print_exc()
             self.failed += len(self.started)
 
-    def _top_up(self, window: int) -> None:
-        while len(self.started) < self.schedule.concurrency_of(window):
+    def _follow(self, window: int) -> None:
+        """As many requests as the schedule has."""
+        wanted = self.schedule.concurrency_of(window)
+        surplus = list(self.started)[wanted:]
+        if surplus:
+            self.engine.abort_request(surplus)
+            self.aborted += len(surplus)
+            for name in surplus:
+                del self.started[name]
+        while len(self.started) < wanted:
             prompt, params = self.make(self.added, self.schedule.text_of(window))
             request_id = f"ramp{self.added}"
             self.engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
@@ -322,6 +330,7 @@ class Ramp:
         traffic.run(show)
         return {
             "finished": traffic.finished,
+            "aborted": traffic.aborted,
             "failed": traffic.failed,
             "changes": traffic.changes,
             "windows": [tally.report(seconds) for tally in traffic.tallies],

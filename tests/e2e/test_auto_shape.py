@@ -38,7 +38,7 @@ def auto(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_policy_runs_and_ids_are_equal(auto: Any, reference: Any) -> None:
     params = sampling(COUNT, (0.0, 0.8), TOKENS)
     assert generate(auto, held_out(COUNT, LENGTHS), params) == reference
-    policy = scheduler_of(auto).policy
+    policy = scheduler_of(auto).shape_policy
     assert policy.steps > 10
     assert policy.acceptance.trees > 16
     assert policy.acceptance.predict(policy.current) > 1.3
@@ -50,7 +50,7 @@ def test_ids_are_equal_whatever_the_policy_does(
     auto: Any, reference: Any, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another size every step, none at all among them."""
-    policy = scheduler_of(auto).policy
+    policy = scheduler_of(auto).shape_policy
     rng, used = random.Random(seed), set()
 
     def choose(batch: int, context: int) -> int:
@@ -94,7 +94,7 @@ def drafts_of(llm: Any, prompt: list[int], choose: Any) -> dict[int, tuple[int, 
             root = int(batch.positions[batch.logits_indices[0]])
             found[root] = tuple(fed.tolist()[1:])
 
-    runner, policy = runner_of(llm), scheduler_of(llm).policy
+    runner, policy = runner_of(llm), scheduler_of(llm).shape_policy
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy, "choose", choose)
         patch.setattr(runner.rejection_sampler, "observer", observe)

@@ -88,6 +88,20 @@ def test_without_measured_costs_it_learns_them(batch: int) -> None:
     assert world.run(policy, batch, 800) > 0.93
 
 
+def test_without_measured_costs_it_finds_that_nothing_pays() -> None:
+    """No speculation is far cheaper than typical costs say, as on a CPU."""
+
+    class Interpreted(World):
+        def cost(self, rung: int, batch: int) -> float:
+            return super().cost(rung, batch) * (3.0 if rung else 1.0)
+
+    world = Interpreted(0.05, 0.6, 0.9)
+    policy = make_policy()
+    world.run(policy, 8, 3 * PROBE_EVERY)
+    assert policy.current == 0
+    assert world.run(policy, 8, 1200) > 0.93
+
+
 def test_speculation_stops_where_nothing_pays_and_comes_back() -> None:
     hopeless = World(0.1, 0.04, 0.5)
     policy = make_policy(measured(hopeless))

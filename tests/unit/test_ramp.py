@@ -121,7 +121,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.engine_core = SimpleNamespace(
-            engine_core=SimpleNamespace(scheduler=SimpleNamespace(policy=self.policy))
+            engine_core=SimpleNamespace(scheduler=SimpleNamespace(shape_policy=self.policy))
         )
 
     def make(self, number: int, text: str) -> Any:
@@ -131,6 +131,10 @@ class Engine:
     def add_request(self, request_id: str, prompt: Any, num_tokens: int) -> None:
         self.left[request_id] = num_tokens
         self.is_new[request_id] = True
+
+    def abort_request(self, request_ids: list[str]) -> None:
+        for name in request_ids:
+            del self.left[name]
 
     def step(self) -> list[Any]:
         self.observe(self)
@@ -171,17 +175,16 @@ def test_traffic_follows_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     traffic = drive(engine, monkeypatch)
     stages = [engine.running[at + 10 : at + 90] for at in (0, 100, 200)]
     assert [set(stage) for stage in stages] == [{1}, {4}, {1}]
-    # No request is added while more run than shall: they leave in their own time.
-    fall = engine.running[198:220]
-    assert fall == sorted(fall, reverse=True)
-    assert {2, 3} & set(fall)
+    # The surplus goes at once where concurrency falls.
+    assert set(engine.running[203:]) == {1}
+    assert traffic.aborted == 3
     # Steps end on either side of a border.
     easy = [at % 10 for at, text in engine.added if text == "easy"]
     hard = [at % 10 for at, text in engine.added if text == "hard"]
     assert all(at < 5.1 or at > 9.9 for at in easy)
     assert all(at < 0.1 or at > 4.9 for at in hard)
     assert min(len(easy), len(hard)) > 30
-    assert (traffic.finished, traffic.failed) == (traffic.added, 0)
+    assert (traffic.finished + traffic.aborted, traffic.failed) == (traffic.added, 0)
 
 
 def test_traffic_counts_each_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Chooses the rung of the next step: the most tokens per second, without flapping."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -106,9 +107,12 @@ class Policy:
                 max(rates) * (PROBE_WORTH if self._is_known(r) else UNKNOWN_WORTH)
                 for r in range(len(rates))
             ]
+            # What a step without drafts costs decides whether any of it pays; known
+            # once, there is nothing more to see.
+            worth[0] = math.inf if self._is_known(0) else 0.0
             others = [
                 r
-                for r in range(1, len(rates))
+                for r in range(len(rates))
                 if r != self.current and rates[r] >= worth[r]
             ]
             if not others:

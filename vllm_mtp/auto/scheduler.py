@@ -39,7 +39,7 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
         ladder = build_ladder(config.shape)
         self.rung_of = {rung.num_nodes: i for i, rung in enumerate(ladder)}
         table = self._load_costs(ladder)
-        self.policy = Policy(
+        self.shape_policy = Policy(
             ladder,
             AcceptanceModel(ladder, config.shape.topk),
             CostModel(
@@ -70,7 +70,7 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
 
     def __getitem__(self, num_scheduled: int) -> int:
         """Nodes to draft in a step of so many requests (``dynamic_sd_lookup``)."""
-        policy = self.policy
+        policy = self.shape_policy
         if self._lookups % 8 == 0 and self.running:
             total = sum(request.num_computed_tokens for request in self.running)
             self._context = max(total // len(self.running), 1)
@@ -82,20 +82,20 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
         return policy.ladder[rung].num_nodes
 
     def _log(self) -> None:
-        choice, now = self.policy.choice, time.monotonic()
+        choice, now = self.shape_policy.choice, time.monotonic()
         if choice.rung == self._logged[1] or now - self._logged[0] < LOG_EVERY:
             return
         self._logged = (now, choice.rung)
-        rung = self.policy.ladder[choice.rung]
+        rung = self.shape_policy.ladder[choice.rung]
         logger.info(
             "mtp_tree: auto shape is now %d nodes, depth %d, at batch %d (expects "
             "accept length %.2f and %.1f ms a step; %d changes so far)",
             rung.num_nodes,
             rung.num_steps,
-            self.policy.decided_batch,
+            self.shape_policy.decided_batch,
             choice.accept_length,
             choice.step_ms,
-            self.policy.num_switches,
+            self.shape_policy.num_switches,
         )
 
     def update_from_output(
@@ -121,12 +121,12 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
             self._last_step = None
             return
         if rung == 0 and scheduler_output.num_spec_tokens_to_schedule == 0:
-            self.policy.acceptance.observe(0, ())
+            self.shape_policy.acceptance.observe(0, ())
         elif rung > 0:
             index = output.req_id_to_index
             counts = [len(sampled[index[r]]) - 1 for r in drafts if r in index]
             counts = [count for count in counts if count >= 0]
-            self.policy.acceptance.observe(rung, counts)
+            self.shape_policy.acceptance.observe(rung, counts)
         # Only decoding requests, and the drafts made are those of the same rung.
         decoding = scheduler_output.total_num_scheduled_tokens == len(scheduled) * (
             width + 1
@@ -134,7 +134,7 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
         next_width = scheduler_output.num_spec_tokens_to_schedule
         step = (rung, len(scheduled)) if decoding and next_width == width else None
         if step is not None and step == self._last_step:
-            self.policy.costs.observe(*step, self._context, elapsed * 1e3)
+            self.shape_policy.costs.observe(*step, self._context, elapsed * 1e3)
         self._last_step = step
 
 

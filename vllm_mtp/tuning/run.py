@@ -6,7 +6,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_mtp.auto.policy import Policy
 from vllm_mtp.tuning.shapes import Shape
 
 ROUNDS = {1: 4, 2: 3, 4: 2}
@@ -101,13 +100,12 @@ def measure(job: Job, shape: Shape) -> list[Row]:
 
 
 def policy_of(llm: Any) -> Any:
-    """What chooses the tree's size with ``"shape": "auto"``; None: nothing does.
+    """What chooses for ``"shape": "auto"``; None without it.
 
     ``llm`` must run its engine in this process.
     """
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    # vLLM's scheduler has a ``policy`` of its own: the order of requests.
-    return scheduler.policy if isinstance(scheduler.policy, Policy) else None
+    return getattr(scheduler, "shape_policy", None)
 
 
 def auto_choice(llm: Any) -> list[int]:
