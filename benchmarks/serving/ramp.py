@@ -5,9 +5,9 @@
 Concurrency goes up in stages and back; in each stage the text is easy to predict at
 first (held-out prompts, greedy), then hard (random prompts, temperature 1.3). Every
 engine runs the same schedule by time, so their windows compare directly. The model is
-that of ``bench_serving``. Where concurrency falls, the requests added last are aborted, so
-that a slower engine does not run more of them for longer. The file is written after every engine; measurements already in it are
-kept.
+that of ``bench_serving``. Where concurrency falls, the requests added last are aborted,
+so that a slower engine does not run more of them for longer. The file is written after
+every engine; measurements already in it are kept.
 """
 
 import argparse
