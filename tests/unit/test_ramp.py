@@ -121,7 +121,9 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.engine_core = SimpleNamespace(
-            engine_core=SimpleNamespace(scheduler=SimpleNamespace(shape_policy=self.policy))
+            engine_core=SimpleNamespace(
+                scheduler=SimpleNamespace(shape_policy=self.policy)
+            )
         )
 
     def make(self, number: int, text: str) -> Any:
