@@ -5,8 +5,8 @@
 The model is the inflated one (``benchmarks.inflate``): DeepSeek-V3's cost, the trained
 tiny model's acceptance. One engine for each of ``--shapes`` serves all batch sizes,
 input lengths and temperatures. Prompts are held-out text and lie in the prefix cache;
-only steps in which the whole batch decodes are timed. ``--batches`` and
-``--sampled-batches`` may differ from call to call. The file is written after every
+only steps in which the whole batch decodes are timed. Batches and inputs may differ
+from call to call. The file is written after every
 engine; measurements already in it are kept, so a table can be filled in several runs.
 """
 
@@ -71,6 +71,7 @@ def parse_args() -> argparse.Namespace:
     add("--inputs", type=int, nargs="+", default=[1024, 8192])
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
     add("--sampled-batches", type=int, nargs="*", default=[1, 8, 32])
+    add("--sampled-inputs", type=int, nargs="*", default=[1024])
     add("--tokens", type=int, default=64, help="new tokens a request, at most 128")
     add("--layers", type=int, default=Inflation.num_hidden_layers)
     add("--skip-above", type=int, default=4096, help="see Inflation.skip_above")
@@ -168,6 +169,15 @@ class Bench:
         """Rows of one input length."""
         args = self.args
         prompts = self.prompts[length]
+        points = [
+            (temperature, batch)
+            for temperature in args.temperatures
+            if speculation.serves(temperature)
+            and (temperature == 0 or length in args.sampled_inputs)
+            for batch in (args.sampled_batches if temperature else args.batches)
+        ]
+        if not points:
+            return []
         begin = time.perf_counter()
         decode(llm, prompts, 0.0, 1)
         print(
@@ -175,22 +185,17 @@ class Bench:
             f"{time.perf_counter() - begin:.1f} s"
         )
         rows = []
-        for temperature in args.temperatures:
-            if not speculation.serves(temperature):
-                continue
-            for batch in args.sampled_batches if temperature else args.batches:
-                # The first replays and draws of a size are slower.
-                warm_up = 3 * speculation.num_steps + 4
-                rounds = ROUNDS.get(batch, 1)
-                cycle = prompts * -(-batch // len(prompts))
-                decode(llm, cycle[:batch], temperature, warm_up)
-                window = decode_rounds(
-                    llm, cycle, batch, rounds, temperature, args.tokens
-                )
-                rows.append(self.row(speculation, temperature, length, batch, window))
-                if speculation.family == "auto":
-                    rows[-1]["chose"] = auto_choice(llm)
-                print(*(f"{k}={v}" for k, v in rows[-1].items()), flush=True)
+        for temperature, batch in points:
+            # The first replays and draws of a size are slower.
+            warm_up = 3 * speculation.num_steps + 4
+            rounds = ROUNDS.get(batch, 1)
+            cycle = prompts * -(-batch // len(prompts))
+            decode(llm, cycle[:batch], temperature, warm_up)
+            window = decode_rounds(llm, cycle, batch, rounds, temperature, args.tokens)
+            rows.append(self.row(speculation, temperature, length, batch, window))
+            if speculation.family == "auto":
+                rows[-1]["chose"] = auto_choice(llm)
+            print(*(f"{k}={v}" for k, v in rows[-1].items()), flush=True)
         return rows
 
     def row(
