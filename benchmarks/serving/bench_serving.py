@@ -45,6 +45,8 @@ SHAPES = (
     "off chain:1 chain:2 chain:3 chain:4 tree:2,1,2 tree:3,1,3 "
     "tree:2,2,3 tree:2,4,4 tree:3,2,5 tree:3,4,7 tree:4,4,12"
 )
+BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+
 ROUNDS = {1: 6, 2: 4, 4: 3, 8: 2}
 """Batches of other prompts that are run one after the other; elsewhere one."""
 
@@ -67,7 +69,7 @@ def parse_args() -> argparse.Namespace:
         default=SHAPES.split(),
         help="off, auto, chain:N, tree:S,k,N",
     )
-    add("--batches", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 128])
+    add("--batches", type=int, nargs="+", default=BATCHES)
     add("--inputs", type=int, nargs="+", default=[1024, 8192])
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
     add("--sampled-batches", type=int, nargs="*", default=[1, 8, 32])
