@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import write_record
+from benchmarks.common import command, write_record
 from benchmarks.inflate import Inflation
 from benchmarks.serving import proof
 from benchmarks.serving.cost import count_bytes
@@ -111,8 +111,10 @@ class Bench:
         }
         self.measured: list[Row] = []
         self.extra: dict[str, Any] = {"engines": {}, "profile": {}, "proof": None}
+        self.commands = [command()]
         if args.out.exists():
             before = json.loads(args.out.read_text())
+            self.commands = [before["command"], *self.commands]
             self.measured = before["measured"]
             self.extra = {key: before[key] for key in self.extra}
         self.reference: dict[tuple[Any, ...], list[list[int]]] = {}
@@ -161,6 +163,7 @@ class Bench:
         write_record(
             self.args.out,
             summary,
+            command=" && ".join(self.commands),
             bytes_read={n: count_bytes(self.shape, config, n) for n in (1, 8, 64, 512)},
             measured=self.measured,
             **self.extra,
