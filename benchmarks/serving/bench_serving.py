@@ -196,6 +196,9 @@ class Bench:
             rounds = ROUNDS.get(batch, 1)
             cycle = prompts * -(-batch // len(prompts))
             decode(llm, cycle[:batch], temperature, warm_up)
+            if speculation.family == "auto":
+                # It shall have seen the load whose steady state is measured.
+                decode_rounds(llm, cycle, batch, rounds, temperature, args.tokens)
             window = decode_rounds(llm, cycle, batch, rounds, temperature, args.tokens)
             rows.append(self.row(speculation, temperature, length, batch, window))
             if speculation.family == "auto":
