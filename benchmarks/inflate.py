@@ -260,8 +260,11 @@ class Inflator:
     def _fill_embedding(self, out: Tensor, part: str, source: Source) -> None:
         weight = self.tensors["model.embed_tokens.weight"].to(out)
         out.normal_(std=DEAD)
-        out[:, : self.hidden.live] = 0
-        out[: len(weight), : self.hidden.live] = self.hidden.repeat(weight.T).T
+        # Words that never come have embeddings of those that do, so that passes over
+        # random ones (which time step costs) are spread over the experts.
+        for start in range(0, len(out), len(weight)):
+            rows = out[start : start + len(weight), : self.hidden.live]
+            rows.copy_(self.hidden.repeat(weight[: len(rows)].T).T)
         out[:, self.constant] = CONSTANT
 
     def _fill_head(self, out: Tensor, part: str, source: Source) -> None:

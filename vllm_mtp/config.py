@@ -170,7 +170,7 @@ FIXED_KEYS: dict[str, tuple[Any, str]] = {
 """vLLM keys that only have one meaning here: the value accepted, and why."""
 
 
-AUTO_SIZES = {"num_steps": 6, "topk": 3, "num_speculative_tokens": 14}
+AUTO_SIZES = {"num_steps": 6, "topk": 3, "num_speculative_tokens": 15}
 """Largest tree of ``"shape": "auto"`` unless the user gives sizes."""
 
 DYNAMIC_KEY = "num_speculative_tokens_per_batch_size"

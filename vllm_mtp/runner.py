@@ -128,20 +128,20 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
         )
 
     def _run_dummy_step(self, num_nodes: int, batch: int, context: int) -> None:
-        """One decode step of placeholder requests, all but sampling.
+        """One decode step of placeholder requests: target, head and drafts.
 
-        Their tokens are random, since equal ones would all go to the same experts.
+        Their tokens are random, since equal ones would all go to the same experts. Not
+        timed is what comes after the head, a few passes over the logits.
         """
         own: Any = self.decode_query_len  # type: ignore[has-type]
         self.decode_query_len, self.speculator.dummy_nodes = num_nodes + 1, num_nodes
         self.is_measuring = True
         try:
-            self._dummy_run(
-                batch * (num_nodes + 1),
-                uniform_decode=True,
-                context_len=context,
-                randomize_inputs=True,
+            rows = batch * (num_nodes + 1)
+            hidden_states, _ = self._dummy_run(
+                rows, uniform_decode=True, context_len=context, randomize_inputs=True
             )
+            self.model.compute_logits(hidden_states[:rows])
         finally:
             self.decode_query_len, self.speculator.dummy_nodes = own, None
             self.is_measuring = False

@@ -14,7 +14,7 @@ from vllm_mtp import compat
 from vllm_mtp.auto.ladder import build_ladder, graph_batches, graph_sizes
 from vllm_mtp.config import TreeShape
 
-LARGEST = TreeShape(6, 3, 14)
+LARGEST = TreeShape(6, 3, 15)
 MAX_REQS = 40
 WIDTHS = [rung.num_nodes + 1 for rung in build_ladder(LARGEST)]
 

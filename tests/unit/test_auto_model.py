@@ -17,13 +17,13 @@ from vllm_mtp.auto.ladder import OFF, Rung, build_ladder, graph_batches, graph_s
 from vllm_mtp.auto.profile import fill_table
 from vllm_mtp.config import AUTO_SIZES, SettingsError, TreeShape, parse_settings
 
-LARGEST = TreeShape(6, 3, 14)
+LARGEST = TreeShape(6, 3, 15)
 LADDER = build_ladder(LARGEST)
 
 
 def test_ladder_ends_with_the_largest_tree() -> None:
     assert LADDER[0] == OFF
-    assert LADDER[-1] == Rung(14, 6)
+    assert LADDER[-1] == Rung(15, 6)
     nodes = [rung.num_nodes for rung in LADDER]
     assert nodes == sorted(set(nodes))
 
@@ -40,7 +40,7 @@ def test_graphs_cover_every_rung_and_the_largest_batch() -> None:
     assert graph_batches(20)[-1] == 20
     sizes = graph_sizes(LADDER, 3, 20)
     assert all(20 * (rung.num_nodes + 1) in sizes for rung in LADDER)
-    assert max(graph_sizes(LADDER, 3, 1024)) <= 4096
+    assert max(graph_sizes(LADDER, 3, 1024)) <= 2048
 
 
 def test_settings() -> None:
@@ -93,7 +93,10 @@ def draw(depths: list[float], rng: random.Random) -> int:
 @pytest.mark.parametrize("p", [0.3, 0.6, 0.85])
 @pytest.mark.parametrize("decay", [0.7, 1.0])
 def test_the_model_learns_a_drafter_of_its_kind(p: float, decay: float) -> None:
-    """From one rung it finds what the others accept."""
+    """From one rung it finds what the others accept.
+
+    Not exactly: an unusual decay is believed only in part (``DECAY_DOUBT``).
+    """
     model = AcceptanceModel(LADDER, 3)
     rung, rng = LADDER.index(Rung(5, 3)), random.Random(0)
     depths = tree_acceptance(LADDER[rung], 3, p, decay)
@@ -101,14 +104,14 @@ def test_the_model_learns_a_drafter_of_its_kind(p: float, decay: float) -> None:
         model.observe(rung, [draw(depths, rng) for _ in range(100)])
     for other in range(1, len(LADDER)):
         wanted = 1 + sum(tree_acceptance(LADDER[other], 3, p, decay))
-        assert model.predict(other) == pytest.approx(wanted, rel=0.06)
+        assert model.predict(other) == pytest.approx(wanted, rel=0.12)
 
 
 def test_a_factor_learns_what_the_model_misses() -> None:
     """Two rungs used in turn, of which one accepts less than the model says."""
     model = AcceptanceModel(LADDER, 3)
     small, large = 3, 6
-    for _ in range(20):
+    for _ in range(60):
         for rung, counts in ((small, [0, 1, 2, 3]), (large, [0, 1, 2, 4])):
             for _ in range(20):
                 model.observe(rung, counts * 8)

@@ -19,6 +19,9 @@ from vllm.v1.attention.backends.mla.flashattn_mla import (
 from vllm_mtp.attention.base import TreeBuilderMixin, TreeImplMixin
 from vllm_mtp.attention.state import TreeAttnMetadata
 
+PARTS_BYTES = 512 << 20
+"""Most that the partial results of one pass may take in a graph's memory."""
+
 
 class TreeFlashAttnMLAMetadataBuilder(
     TreeBuilderMixin,
@@ -27,6 +30,22 @@ class TreeFlashAttnMLAMetadataBuilder(
     """Adds the schedule of the prefix pass, in a persistent buffer for graphs."""
 
     _prefix_schedule: torch.Tensor | None = None
+
+    def _build_decode(self, *args: Any, **kwargs: Any) -> Any:
+        """With fewer parts of the KV where there are many rows.
+
+        In graphs FlashAttention keeps a float32 result of every row for each of 32
+        parts: 2 GB at 2048 rows of 16 heads, where requests fill the GPU by themselves.
+        """
+        most: int = self.max_num_splits  # type: ignore[has-type]
+        rows = kwargs["num_decode_tokens"]
+        self.max_num_splits = fit_splits(
+            most, rows * self.num_heads * self.mla_dims.kv_lora_rank * 4
+        )
+        try:
+            return super()._build_decode(*args, **kwargs)
+        finally:
+            self.max_num_splits = most
 
     def _schedule_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         # A draft level has no causal pass.
@@ -89,6 +108,11 @@ class TreeFlashAttnMLAMetadataBuilder(
             max_num_splits=rest.max_num_splits,
         )
         return rest
+
+
+def fit_splits(most: int, part_bytes: int) -> int:
+    """Splits whose partial results fit; 0, no bound, stays 0."""
+    return min(most, max(PARTS_BYTES // max(part_bytes, 1), 2))
 
 
 class TreeFlashAttnMLAImpl(TreeImplMixin, FlashAttnMLAImpl):  # type: ignore[misc]

@@ -16,22 +16,26 @@ from functools import lru_cache
 
 from vllm_mtp.auto.ladder import Rung
 
-TAIL = 0.7
+TAIL = 0.5
 """Odds of a child against the sibling before it; a round figure, not a fit."""
 
 P_GRID = tuple(0.02 * i for i in range(1, 50))
 DECAY_GRID = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1)
 
-MEMORY = 384.0
+TYPICAL_DECAY, DECAY_DOUBT = 0.95, 0.15
+"""Shallow trees say little of ``decay``: how much an estimate far from the typical one
+counts against it, in the squared error of the depths seen."""
+
+MEMORY = 256.0
 """Verified trees that an estimate remembers (exponentially)."""
 
 VISIT = 256
 """Trees after a change of rung that tell how wrong the model is between the two."""
 
-FACTOR_SPREAD = 0.1
+FACTOR_SPREAD = 0.06
 """How wrong, relatively, the model may be between two rungs before anything is seen."""
 
-DRIFT = 0.01
+DRIFT = 0.003
 """What a visit to another rung adds to that, as texts change."""
 
 NOISE = 1.2
@@ -166,7 +170,7 @@ class AcceptanceModel:
         self.p = self._invert(self.rung, self.decay, wanted)
 
     def _find_decay(self, accepts: float) -> float:
-        """The decay whose drafter of this accept length reaches the depths seen."""
+        """The likeliest decay, given the accept length and the depths seen."""
         seen = [count / self.trees for count in self.depths]
         scale = max(sum(seen), 1e-3)
         errors = []
@@ -176,7 +180,8 @@ class AcceptanceModel:
             depths = self.reached[self.rung][index][at]
             total = max(sum(depths), 1e-3)
             pairs = zip(depths, seen, strict=True)
-            errors.append(sum((a / total - b / scale) ** 2 for a, b in pairs))
+            misfit = sum((a / total - b / scale) ** 2 for a, b in pairs)
+            errors.append(misfit + DECAY_DOUBT * (decay - TYPICAL_DECAY) ** 2)
         best = min(range(len(errors)), key=errors.__getitem__)
         if best in (0, len(errors) - 1):
             return DECAY_GRID[best]

@@ -10,11 +10,11 @@ from typing import Any
 
 from vllm_mtp.auto.ladder import Rung
 
-VERSION = 1
+VERSION = 2
 """Of the cache file."""
 
-MEMORY = 32.0
-"""Steps that a correction remembers (exponentially)."""
+COMMON_MEMORY, MEMORY = 8.0, 32.0
+"""Steps that the corrections remember, that of all rungs and that of each."""
 
 
 class CostCacheError(ValueError):
@@ -106,14 +106,26 @@ def _is_axis(points: Sequence[int]) -> bool:
     return len(points) > 0 and points[0] > 0 and rising
 
 
-def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """Piecewise linear and, as costs are, never falling; the last slope goes on."""
+def interpolate(
+    xs: Sequence[float], ys: Sequence[float], x: float, *, rising: bool = True
+) -> float:
+    """Piecewise linear; beyond the last point the last slope goes on.
+
+    Args:
+        xs: Rising.
+        ys: One for each of ``xs``.
+        x: Where.
+        rising: As costs are: slopes below 0 count as 0. Otherwise the value is that of
+            the nearest end outside of ``xs``.
+    """
     if len(xs) == 1 or x <= xs[0]:
         return ys[0]
+    if not rising and x >= xs[-1]:
+        return ys[-1]
     high = next((i for i, known in enumerate(xs) if x <= known), len(xs) - 1)
     low = high - 1
-    slope = max(ys[high] - ys[low], 0.0) / (xs[high] - xs[low])
-    return float(ys[low] + slope * (x - xs[low]))
+    slope = (ys[high] - ys[low]) / (xs[high] - xs[low])
+    return float(ys[low] + (max(slope, 0.0) if rising else slope) * (x - xs[low]))
 
 
 def default_table(ladder: Sequence[Rung]) -> CostTable:
@@ -136,37 +148,41 @@ def default_table(ladder: Sequence[Rung]) -> CostTable:
 
 
 class CostModel:
-    """The table and what serving has shown to be wrong with it."""
+    """The table and what serving has shown to be wrong with it.
+
+    What is wrong with all rungs alike (``common``) follows the last steps; it changes
+    with the batch and the context and says nothing about which rung to take. What is
+    wrong with one rung against the others (``ratios``) is kept for longer.
+    """
 
     def __init__(self, table: CostTable, num_rungs: int, is_measured: bool) -> None:
         self.table, self.is_measured = table, is_measured
-        # Measured / predicted of each rung, and how many steps stand behind it.
+        self.common, self.common_weight = 1.0, 0.0
+        # By rung, and how many steps stand behind it.
         self.ratios = [1.0] * num_rungs
         self.weights = [0.0] * num_rungs
+        self.batch = 0
 
     def predict(self, rung: int, batch: int, context: int) -> float:
         """Milliseconds of a step in which nothing but decoding happens."""
-        # A rung not seen lately is as wrong as the others are on average.
-        total = sum(self.weights)
-        shared = 1.0
-        if total > 0:
-            pairs = zip(self.ratios, self.weights, strict=True)
-            shared = sum(r * w for r, w in pairs) / total
-        trust = self.weights[rung] / (self.weights[rung] + 1.0)
-        ratio: float = trust * self.ratios[rung] + (1 - trust) * shared
-        return self.table.predict(rung, batch, context) * ratio
+        base = self.table.predict(rung, batch, context)
+        return base * self.common * self.ratios[rung]
 
     def observe(self, rung: int, batch: int, context: int, ms: float) -> None:
         """Take in the time of one step."""
-        ratio = ms / self.table.predict(rung, batch, context)
-        weight = self.weights[rung]
-        known = self.ratios[rung]
-        if weight >= 8:
+        off_by = ms / self.predict(rung, batch, context)
+        if not 0.67 < batch / max(self.batch, 1) < 1.5:
+            self.batch, self.common_weight = batch, min(self.common_weight, 1.0)
+        if min(self.common_weight, self.weights[rung]) >= COMMON_MEMORY / 2:
             # One slow step (a pause, another program) must not count for many.
-            ratio = min(max(ratio, 0.7 * known), 1.5 * known)
-        weight = min(weight, MEMORY - 1)
-        self.ratios[rung] = (known * weight + ratio) / (weight + 1)
-        self.weights[rung] = weight + 1
+            off_by = min(max(off_by, 0.7), 1.5)
+        # Which of the two is wrong? The one that is known less.
+        doubt = 4 / (self.common_weight + 1), 1 / (self.weights[rung] + 2)
+        share = doubt[0] / (doubt[0] + doubt[1])
+        self.common *= off_by ** (share / (self.common_weight + 1))
+        self.ratios[rung] *= off_by ** ((1 - share) / (self.weights[rung] + 2))
+        self.common_weight = min(self.common_weight + 1, COMMON_MEMORY)
+        self.weights[rung] = min(self.weights[rung] + 1, MEMORY)
         for other in range(len(self.weights)):
             if other != rung:
                 # Forgets slowly: batch and context move on.

@@ -1,6 +1,5 @@
 """Chooses the rung of the next step: the most tokens per second, without flapping."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,8 +17,11 @@ PROBE_EVERY = 400
 """Steps between two looks at another rung."""
 
 PROBE_STEPS = 4
-PROBE_WORTH = 0.93
+PROBE_WORTH = 0.95
 """Only rungs that promise this share of the best are looked at ..."""
+
+DOUBT = 0.02
+"""Looks are more frequent while the accept length of such a rung is known worse."""
 
 UNKNOWN_WORTH = 0.6
 """... or this share, as long as their steps were not timed while serving."""
@@ -95,31 +97,38 @@ class Policy:
 
     def _probe(self, batch: int, context: int) -> None:
         """Spend a few steps on the promising rung that was not used for longest."""
-        strangers = not all(map(self._is_known, range(1, len(self.ladder))))
-        self.next_probe = self.steps + (PROBE_EVERY // 8 if strangers else PROBE_EVERY)
         rates = [self.rate(r, batch, context) for r in range(len(self.ladder))]
+        self.next_probe = self.steps + PROBE_EVERY
         if self.current == 0:
             # Has drafting begun to pay? The rung that comes closest tells.
             self.probing = max(range(1, len(rates)), key=rates.__getitem__)
-            self.next_probe = self.steps + PROBE_EVERY
-        else:
-            worth = [
-                max(rates) * (PROBE_WORTH if self._is_known(r) else UNKNOWN_WORTH)
-                for r in range(len(rates))
-            ]
+            self.probe_ends = self.steps + PROBE_STEPS
+            return
+        others = [
+            r
+            for r in range(len(rates))
+            if r != self.current and self._is_promising(r, rates)
+        ]
+        if not others:
+            return
+        self.probing = min(others, key=lambda r: (self.last_used[r], -rates[r]))
+        self.probe_ends = self.steps + PROBE_STEPS
+        if any(not self._is_known(r) or self._doubt(r) > DOUBT for r in others):
+            self.next_probe = self.steps + PROBE_EVERY // 8
+
+    def _is_promising(self, rung: int, rates: Sequence[float]) -> bool:
+        """Whether a rung may be the best, as far as is known."""
+        if rung == 0:
             # What a step without drafts costs decides whether any of it pays; known
             # once, there is nothing more to see.
-            worth[0] = math.inf if self._is_known(0) else 0.0
-            others = [
-                r
-                for r in range(len(rates))
-                if r != self.current and rates[r] >= worth[r]
-            ]
-            if not others:
-                self.next_probe = self.steps + PROBE_EVERY
-                return
-            self.probing = min(others, key=lambda r: (self.last_used[r], -rates[r]))
-        self.probe_ends = self.steps + PROBE_STEPS
+            return not self._is_known(0)
+        if not self._is_known(rung):
+            return rates[rung] >= UNKNOWN_WORTH * max(rates)
+        worth = min(PROBE_WORTH, 1 / (1 + 1.5 * self._doubt(rung)))
+        return rates[rung] >= worth * max(rates)
+
+    def _doubt(self, rung: int) -> float:
+        return self.acceptance.spreads[rung]
 
     def _is_known(self, rung: int) -> bool:
         return self.costs.is_measured or self.costs.weights[rung] > 0.1

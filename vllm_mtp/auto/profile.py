@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -12,12 +13,12 @@ from typing import Any
 
 import torch
 
-from vllm_mtp.auto.costs import CostCacheError, CostTable
+from vllm_mtp.auto.costs import CostCacheError, CostTable, interpolate
 from vllm_mtp.auto.ladder import Rung, graph_batches
 
 logger = logging.getLogger("vllm." + __name__)
 
-BATCHES = (1, 4, 16, 64, 128, 256, 512)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CONTEXTS = (1024, 8192, 32768)
 
 TIMED, LONG_STEP = 3, 0.025
@@ -128,9 +129,9 @@ def measure(
 ) -> CostTable:
     """Time every rung at a few batch sizes and contexts.
 
-    The order is such that a budget that runs out leaves the least missed: first every
-    rung and batch at the shortest context. Points not measured are filled in from the
-    same batch's growth at the shortest context.
+    At the shortest context every batch; at the others no speculation at every batch,
+    trees at every third, and what a budget that runs out has left. Points not measured
+    grow with the context as their neighbours do.
     """
     max_seqs = vllm_config.scheduler_config.max_num_seqs
     batches = [b for b in BATCHES if b in graph_batches(max_seqs) and b < max_seqs]
@@ -144,6 +145,8 @@ def measure(
         for batch in batches:
             for index, rung in enumerate(ladder):
                 if batch * (rung.num_nodes + 1) > max_rows:
+                    continue
+                if context != contexts[0] and index and batch not in batches[::-3]:
                     continue
                 late = time.perf_counter() - begin > BUDGET
                 if context != contexts[0] and agree(late):
@@ -175,23 +178,41 @@ def fill_table(
     batches: Sequence[int],
     contexts: Sequence[int],
 ) -> CostTable:
-    """A whole table from the points measured; costs never fall with batch or rung."""
+    """A whole table from the points measured; costs never fall with the batch."""
     times = []
     for rung in range(num_rungs):
-        rows: list[tuple[float, ...]] = []
-        for context in contexts:
-            row: list[float] = []
-            for at, batch in enumerate(batches):
-                value = found.get((rung, context, batch))
-                if value is None and rows:
-                    # As much more as no speculation costs at this context.
-                    off = [found.get((0, c, batch)) for c in (contexts[0], context)]
-                    growth = off[1] / off[0] if off[0] and off[1] else 1.0
-                    value = rows[0][at] * growth
-                if value is None:
-                    # Too many rows for one pass: as dear as it would have to be.
-                    value = 2 * row[-1] * batch / batches[at - 1] if row else 1e3
-                row.append(max([value, *row[-1:]]))
-            rows.append(tuple(row))
+        shortest: list[float] = []
+        for at, batch in enumerate(batches):
+            value = found.get((rung, contexts[0], batch))
+            if value is None:
+                # Too many rows for one pass: as dear as it would have to be.
+                last = shortest[-1] * batch / batches[at - 1] if shortest else 500.0
+                value = 2 * last
+            shortest.append(max([value, *shortest[-1:]]))
+        rows = [tuple(shortest)]
+        for context in contexts[1:]:
+            growth = _growth(found, rung, batches, contexts[0], context)
+            values = [t * g for t, g in zip(shortest, growth, strict=True)]
+            rows.append(tuple(itertools.accumulate(values, max)))
         times.append(tuple(rows))
     return CostTable(tuple(batches), tuple(contexts), tuple(times))
+
+
+def _growth(
+    found: dict[tuple[int, int, int], float],
+    rung: int,
+    batches: Sequence[int],
+    short: int,
+    long: int,
+) -> list[float]:
+    """How many times dearer a rung is at the longer context, for every batch."""
+    for source in (rung, 0):
+        known = {
+            batch: found[source, long, batch] / found[source, short, batch]
+            for batch in batches
+            if (source, long, batch) in found and (source, short, batch) in found
+        }
+        if known:
+            points = list(known), list(known.values())
+            return [interpolate(*points, batch, rising=False) for batch in batches]
+    return [1.0] * len(batches)
