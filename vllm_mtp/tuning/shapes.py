@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_mtp.auto.ladder import build_ladder
+from vllm_mtp.auto.ladder import MAX_GRAPH_ROWS, build_ladder
 from vllm_mtp.config import METHOD, TreeShape, parse_settings
 
 
@@ -80,8 +80,10 @@ class Shape:
         Verify passes have ``num_rows`` a request, a tree's draft levels ``topk``, a
         chain's one.
         """
-        rows = {self.num_rows, self.topk}
+        rows, most = {self.num_rows, self.topk}, max(batches) * self.num_rows
         if self.family == "auto":
             ladder = build_ladder(TreeShape(self.num_steps, self.topk, self.num_nodes))
             rows |= {rung.num_nodes + 1 for rung in ladder}
-        return sorted({batch * n for batch in batches for n in rows})
+            most = MAX_GRAPH_ROWS
+        sizes = {batch * n for batch in batches for n in rows}
+        return sorted(size for size in sizes if size <= most)
