@@ -16,17 +16,17 @@ from functools import lru_cache
 
 from vllm_mtp.auto.ladder import Rung
 
-TAIL = 0.5
+TAIL = 0.45
 """Odds of a child against the sibling before it; a round figure, not a fit."""
 
 P_GRID = tuple(0.02 * i for i in range(1, 50))
 DECAY_GRID = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1)
 
-TYPICAL_DECAY, DECAY_DOUBT = 0.95, 0.15
+TYPICAL_DECAY, DECAY_DOUBT = 1.0, 0.3
 """Shallow trees say little of ``decay``: how much an estimate far from the typical one
 counts against it, in the squared error of the depths seen."""
 
-MEMORY = 256.0
+MEMORY = 384.0
 """Verified trees that an estimate remembers (exponentially)."""
 
 VISIT = 256
@@ -43,7 +43,7 @@ NOISE = 1.2
 
 FACTOR_RANGE = (0.75, 1.33)
 
-FADE = 0.95
+FADE = 0.98
 """Of a factor at each visit, so that all together cannot wander off."""
 
 STALE = 16.0

@@ -26,6 +26,9 @@ DOUBT = 0.02
 UNKNOWN_WORTH = 0.6
 """... or this share, as long as their steps were not timed while serving."""
 
+KNOWN_STEPS = 6.0
+"""Steps after which a cost that was not measured at start-up counts as known."""
+
 REST = 1 << 20
 
 
@@ -131,4 +134,4 @@ class Policy:
         return self.acceptance.spreads[rung]
 
     def _is_known(self, rung: int) -> bool:
-        return self.costs.is_measured or self.costs.weights[rung] > 0.1
+        return self.costs.is_measured or self.costs.weights[rung] >= KNOWN_STEPS
