@@ -182,7 +182,16 @@ SERVING_COLUMNS = {
 
 def serving_table(record: Record) -> str:
     """Output tokens per second: without, best chain, best tree (steps, topk, nodes)."""
-    return table(
+    measured: dict[float, list[str]] = {}
+    for row in record["measured"]:
+        shapes = measured.setdefault(row["temperature"], [])
+        if row["shape"] not in shapes:
+            shapes.append(row["shape"])
+    sentences = [
+        f"T = {temperature:g}: {', '.join(f'`{shape}`' for shape in shapes)}"
+        for temperature, shapes in sorted(measured.items())
+    ]
+    text = table(
         [*SERVING_COLUMNS, "tree / off", "tree / chain"],
         (
             [
@@ -192,6 +201,7 @@ def serving_table(record: Record) -> str:
             for row in record["rows"]
         ),
     )
+    return f"{text}\n\nShapes measured in this run. {'; '.join(sentences)}."
 
 
 LOAD_COLUMNS = {
@@ -242,6 +252,43 @@ def load_table(record: Record) -> str:
     return f"{text}\n\nGeometric means of the ratios of auto: over {shown}."
 
 
+RAMP_COLUMNS = {
+    "second": "second",
+    "requests": "concurrency",
+    "text": "text",
+    "off, tok/s": "off_tok_s",
+    "auto, tok/s": "auto_tok_s",
+    "auto accept length": "auto_accept_length",
+}
+
+
+def ramp_table(record: Record) -> str:
+    """Tokens per second by window while load and text change."""
+
+    def chose(row: Mapping[str, Any]) -> str:
+        shares = row.get("auto_chose", [])
+        return ", ".join(f"{n} ({share:.0%})" for n, _, share in shares)
+
+    text = table(
+        [*RAMP_COLUMNS, "auto / off", "nodes (share of steps)"],
+        (
+            [
+                *(row.get(key) for key in RAMP_COLUMNS.values()),
+                times(row["auto_over_off"]) if "auto_over_off" in row else None,
+                chose(row),
+            ]
+            for row in record["rows"]
+        ),
+    )
+    finished = ", ".join(
+        f"{name} {count}" for name, count in record["finished"].items()
+    )
+    return (
+        f"{text}\n\nWorst 10 seconds: {record['min_auto_over_off_10s']}x of off. "
+        f"Requests finished: {finished}; failed: {record['failed']}."
+    )
+
+
 def gain(row: Mapping[str, Any], other: str) -> float | None:
     """Tokens per second of the best tree over ``other``'s; None: one is missing."""
     ours, theirs = row.get("tree_tok_s"), row.get(f"{other}_tok_s")
@@ -276,6 +323,29 @@ def summarize_serving(record: Record | None) -> Rows:
                 {
                     "figure": f"tokens/s of the best tree over {words}",
                     "setting": f"T = {temperature:g}, input {length}, by batch",
+                    "measured": shown or NOT_MEASURED,
+                }
+            )
+    return lines
+
+
+def summarize_load(record: Record | None) -> Rows:
+    """Auto against no speculation and against the fastest fixed choice, by batch."""
+    if record is None:
+        return [_missing("tokens per second of auto", "by batch and input")]
+    lines: Rows = []
+    words = {"off": "no speculation", "best": "the best fixed choice of each load"}
+    for length in sorted({row["input_len"] for row in record["rows"]}):
+        for other, against in words.items():
+            shown = ", ".join(
+                f"{row['batch']}: {times(row[f'auto_over_{other}'])}"
+                for row in record["rows"]
+                if row["input_len"] == length and f"auto_over_{other}" in row
+            )
+            lines.append(
+                {
+                    "figure": f"tokens/s of `auto` over {against}",
+                    "setting": f"T = 0, input {length}, by batch",
                     "measured": shown or NOT_MEASURED,
                 }
             )
@@ -361,6 +431,7 @@ def summary() -> str:
     """The one results table of the README."""
     lines = [
         *summarize_serving(read_record("serving_h200")),
+        *summarize_load(read_record("load_h200")),
         *summarize_acceptance(read_record("acceptance")),
         *summarize_attention(read_record("attention_h200")),
         *summarize_bookkeeping(read_record("bookkeeping_h200")),
@@ -524,6 +595,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "results:losses": losses,
     "results:serving": lambda: section("serving_h200", serving_table),
     "results:load": lambda: section("load_h200", load_table),
+    "results:ramp": lambda: section("ramp_h200", ramp_table),
     "results:acceptance": lambda: section("acceptance", acceptance_table),
     "results:calibration": lambda: section("calibration", calibration_table),
     "results:attention": lambda: section("attention_h200", attention_table),

@@ -19,6 +19,9 @@ from typing import Any
 HERE = Path(__file__).parent
 TINY = HERE / "tiny_deepseek" / "model"
 
+FIXED = '{"method": "mtp_tree", "shape": "fixed"}'
+"""With the default shape, "auto", trees depend on the speed of the machine."""
+
 
 def main() -> None:
     args = parse_args()
@@ -44,9 +47,7 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(TINY))
-    parser.add_argument(
-        "--speculative-config", default='{"method": "mtp_tree"}', metavar="JSON"
-    )
+    parser.add_argument("--speculative-config", default=FIXED, metavar="JSON")
     parser.add_argument("--num-prompts", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--temperature", type=float, default=0.0)

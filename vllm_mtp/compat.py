@@ -142,6 +142,9 @@ def _accept(
     from vllm_mtp.startup import check_features, check_model, check_parallel
 
     check_vllm_version()
+    if "shape" not in settings and engine_args.scheduler_cls not in (None, SCHEDULER):
+        logger.info("mtp_tree: a fixed shape, since --scheduler-cls is set")
+        settings = {**settings, "shape": "fixed"}
     parsed = _parse_settings(settings)
     check_features(engine_args)
     check_parallel(parallel_config)
@@ -151,7 +154,7 @@ def _accept(
             "mtp_tree: understood %s",
             "; ".join(f"{k} -> {v}" for k, v in parsed.translated.items()),
         )
-    logger.info("mtp_tree: %s", parsed.config.shape.describe())
+    logger.info("mtp_tree: %s", parsed.config.describe())
     extra = dict(engine_args.additional_config or {})
     engine_args.additional_config = extra | {SETTINGS_KEY: parsed.config.to_dict()}
     if parallel_config.worker_cls not in ("auto", GPU_WORKER, CPU_WORKER):

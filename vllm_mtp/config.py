@@ -202,6 +202,12 @@ class MTPConfig:
     timing: bool = False
     """Whether the phases of each pass are timed, for the metrics."""
 
+    def describe(self) -> str:
+        """One line for the start-up log."""
+        if not self.auto:
+            return self.shape.describe()
+        return f"the shape follows the load, up to {self.shape.describe()}"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for ``VllmConfig.additional_config`` (it is hashed and sent)."""
         return asdict(self)
@@ -236,8 +242,9 @@ def parse_settings(settings: Mapping[str, Any]) -> ParsedSettings:
     translated = _translate_sglang_names(given)
     for key, value in given.items():
         _check_key(key, value)
-    auto = _parse_policy(given.get("shape", "fixed"))
     sizes = {name: given.get(name) for name in AUTO_SIZES}
+    is_sized = any(size is not None for size in sizes.values())
+    auto = _parse_policy(given.get("shape"), is_sized)
     shape = _fill_auto(sizes) if auto else _fill_shape(*sizes.values())
     if given.get("num_steps") not in (None, shape.num_steps):
         translated[f"num_steps={given['num_steps']}"] = (
@@ -263,7 +270,10 @@ def parse_settings(settings: Mapping[str, Any]) -> ParsedSettings:
     )
 
 
-def _parse_policy(value: Any) -> bool:
+def _parse_policy(value: Any, is_sized: bool) -> bool:
+    """Whether the shape is ``auto``: where nothing is said and no size is given."""
+    if value is None:
+        return not is_sized
     if value in ("auto", "fixed"):
         return bool(value == "auto")
     raise SettingsError(

@@ -106,7 +106,7 @@ class Bench:
         self.workload = Workload(sorted(batches), args.inputs, num_prompts, tokens)
         # Cut before any engine starts, so that too little text is noticed at once.
         self.prompts = {
-            length: cut_windows(num_prompts, length, args.corpus)
+            length: cut_windows(num_prompts, length, args.corpus, max(args.inputs))
             for length in args.inputs
         }
         self.measured: list[Row] = []

@@ -34,16 +34,22 @@ def held_out_text(corpus: Path | None = None) -> np.ndarray:
     return np.concatenate([[*each.ids[1:], EOS_ID] for each in encoded])
 
 
-def cut_windows(count: int, length: int, corpus: Path | None = None) -> list[list[int]]:
+def cut_windows(
+    count: int, length: int, corpus: Path | None = None, longest: int | None = None
+) -> list[list[int]]:
     """``count`` prompts of ``length`` tokens, spread evenly over the text.
 
-    No two start at the same place, so that none shares cached blocks with another.
+    No two start at the same place, so that none shares cached blocks with another. With
+    the same ``longest`` (default: ``length``), prompts of different lengths end at the
+    same places, so that what is generated is about as easy to predict.
     """
     text = held_out_text(corpus)
-    room = len(text) - length
+    longest = max(longest or length, length)
+    room = len(text) - longest
     starts = np.linspace(0, max(room, 0), count).astype(int)
     if len(set(starts)) < count:
         raise ValueError(f"{len(text)} tokens of text are too few for {count} prompts")
     # Neighbours are alike; a fixed shuffle spreads them over the batches.
     np.random.default_rng(0).shuffle(starts)
-    return [[0, *text[start : start + length - 1].tolist()] for start in starts]
+    ends = starts + longest - 1
+    return [[0, *text[end - length + 1 : end].tolist()] for end in ends]

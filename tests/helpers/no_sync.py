@@ -42,7 +42,7 @@ def run(llm: Any) -> None:
 
 def main() -> None:
     for name, config in {
-        "tree": {"method": "mtp_tree"},
+        "tree": {"method": "mtp_tree", "shape": "fixed"},
         "auto": {"method": "mtp_tree", "shape": "auto"},
     }.items():
         with engine(config, **SETTINGS) as llm:

@@ -49,7 +49,10 @@ def test_settings() -> None:
     assert parsed.config.shape.num_nodes == AUTO_SIZES["num_speculative_tokens"]
     small = {"method": "mtp_tree", "shape": "auto", "num_speculative_tokens": 4}
     assert parse_settings(small).config.shape.num_steps == 4
-    assert not parse_settings({"method": "mtp_tree"}).config.auto
+    assert parse_settings({"method": "mtp_tree"}) == parsed
+    for sized in ({"topk": 2}, {"num_steps": 2}, {"num_speculative_tokens": 7}):
+        assert not parse_settings({"method": "mtp_tree", **sized}).config.auto
+    assert not parse_settings({"method": "mtp_tree", "shape": "fixed"}).config.auto
     least = {"method": "mtp_tree", "shape": "auto", "num_speculative_tokens": 2}
     assert parse_settings(least).config.shape == TreeShape(2, 2, 2)
 

@@ -195,7 +195,8 @@ def test_explain_translates_sglang_names(run: Run) -> None:
 
 def test_explain_reads_a_model_without_weights(run: Run, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((MODEL / "config.json").read_text())
-    report = explain(run, tmp_path, "--max-num-seqs", "16")
+    fixed = ("--speculative-config", '{"shape": "fixed"}')
+    report = explain(run, tmp_path, "--max-num-seqs", "16", *fixed)
     assert report["model"]["num_mtp_layers"] == 1
     # 16 requests x 8 expanded nodes in blocks of 64, latent 512 + 64, bf16
     assert report["scratch_kv"]["nbytes"] == 2 * 64 * 576 * 2
@@ -230,7 +231,8 @@ def test_explain_refuses_a_broken_config(run: Run, tmp_path: Path, text: str) ->
 
 
 def test_explain_says_when_a_draft_level_does_not_fit(run: Run) -> None:
-    result = run("explain", "--max-num-seqs", "100", "--max-num-batched-tokens", "399")
+    sizes = ("--max-num-seqs", "100", "--max-num-batched-tokens", "399")
+    result = run("explain", *sizes, "--speculative-config", '{"topk": 4}')
     assert result.exit_code == 1
     assert "draft level of 400 rows" in " ".join(result.output.split())
 

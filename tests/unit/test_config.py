@@ -13,7 +13,8 @@ def shape_of(**settings: object) -> tuple[int, int, int]:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, (3, 4, 7)),
+        ({}, (6, 3, 15)),
+        ({"shape": "fixed"}, (3, 4, 7)),
         ({"num_speculative_tokens": 3}, (3, 4, 3)),
         ({"num_speculative_tokens": 2}, (2, 4, 2)),
         ({"topk": 1, "num_speculative_tokens": 5}, (5, 1, 5)),
@@ -51,7 +52,10 @@ def test_sglang_names_are_translated_and_the_root_discounted() -> None:
     ("settings", "words"),
     [
         ({"topk": 0}, "topk=0 is out of range; use 1 to 32"),
-        ({"max_draft_context": 8192}, "needs the shape that follows the load"),
+        (
+            {"topk": 2, "max_draft_context": 8192},
+            "needs the shape that follows the load",
+        ),
         ({"shape": "auto", "max_draft_context": 0}, "out of range; use 1 to"),
         ({"topk": 2048}, "use 1 to 32"),
         ({"topk": "4"}, "topk='4' must be a whole number from 1 to 32"),

@@ -232,8 +232,8 @@ def test_keys_with_one_meaning_show_it() -> None:
 
 
 def test_log_lines_are_those_of_the_code() -> None:
-    shape = config.TreeShape()
-    assert f"mtp_tree: {shape.describe()}\n" in TEXTS[ROOT / "README.md"]
+    default = config.parse_settings({"method": "mtp_tree"}).config
+    assert f"mtp_tree: {default.describe()}\n" in TEXTS[ROOT / "README.md"]
     (setting,) = re.findall(r'^\{.*"speculative_num_steps".*\}$', *_configuration())
     translated = config.parse_settings(json.loads(setting)).translated
     line = "; ".join(f"{k} -> {v}" for k, v in translated.items())

@@ -205,6 +205,7 @@ def build_report(
         "model": None if model is None else asdict(model),
         "settings": {
             "method": METHOD,
+            "shape": "auto" if settings.config.auto else "fixed",
             "num_steps": shape.num_steps,
             "topk": shape.topk,
             "num_speculative_tokens": shape.num_nodes,
@@ -215,6 +216,7 @@ def build_report(
             "speculative_num_draft_tokens": shape.num_rows,
         },
         "translated": settings.translated,
+        "sizes": _list_sizes(settings),
         "tree": {
             "depth": shape.num_steps,
             "branching": shape.topk,
@@ -240,6 +242,16 @@ def build_report(
         ],
         "refusals": refusals,
     }
+
+
+def _list_sizes(settings: ParsedSettings) -> list[list[int]]:
+    """N and S of every size that ``"shape": "auto"`` chooses from; one if fixed."""
+    from vllm_mtp.auto.ladder import build_ladder
+
+    shape = settings.config.shape
+    if not settings.config.auto:
+        return [[shape.num_nodes, shape.num_steps]]
+    return [[rung.num_nodes, rung.num_steps] for rung in build_ladder(shape)]
 
 
 def list_buffers(
@@ -339,7 +351,15 @@ def _print_tree(console: Console, report: Mapping[str, Any]) -> None:
             "least likely nodes first",
         ),
     ]
-    console.print(Text("Tree", "bold"))
+    if report["settings"]["shape"] == "auto":
+        found = ", ".join(f"{n} ({s})" for n, s in report["sizes"] if n)
+        console.print(Text("Sizes", "bold"))
+        console.print(
+            "The shape follows the load: nothing is drafted, or so many nodes (in so "
+            f"many levels): {found}.\n"
+        )
+    title = "Largest tree" if report["settings"]["shape"] == "auto" else "Tree"
+    console.print(Text(title, "bold"))
     table = Table.grid(padding=(0, 2))
     for name, value, meaning in rows:
         table.add_row(name, Text(value, "bold"), Text(meaning, "dim"))
