@@ -183,7 +183,7 @@ SERVING_COLUMNS = {
 def serving_table(record: Record) -> str:
     """Output tokens per second: without, best chain, best tree (steps, topk, nodes)."""
     measured: dict[float, list[str]] = {}
-    for row in record["measured"]:
+    for row in record.get("measured", []):
         shapes = measured.setdefault(row["temperature"], [])
         if row["shape"] not in shapes:
             shapes.append(row["shape"])
@@ -201,7 +201,9 @@ def serving_table(record: Record) -> str:
             for row in record["rows"]
         ),
     )
-    return f"{text}\n\nShapes measured in this run. {'; '.join(sentences)}."
+    if sentences:
+        text += f"\n\nShapes measured in this run. {'; '.join(sentences)}."
+    return text
 
 
 LOAD_COLUMNS = {
