@@ -12,6 +12,7 @@ import pytest
 from tests.helpers.server import Server, free_port, running
 
 ROOT = Path(__file__).parents[2]
+FIXED = '{"method": "mtp_tree", "shape": "fixed"}'
 
 
 def test_offline_generate_prints_one_json_object() -> None:
@@ -23,7 +24,7 @@ def test_offline_generate_prints_one_json_object() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(done.stdout.strip().splitlines()[-1])
     assert report["identical"] is True
-    assert report["speculative_config"] == {"method": "mtp_tree"}
+    assert report["speculative_config"] == json.loads(FIXED)
     assert 1 < report["accept_length"] <= 4
     assert report["steps"] < report["steps_without"] == report["tokens"]
     assert report["accepted_per_depth"]
@@ -52,9 +53,9 @@ def test_batch_with_seeds() -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """``examples/serve.sh``, started as a user starts it."""
+    """``examples/serve.sh``, with one size of trees, whatever steps take here."""
     port, log = free_port(), tmp_path_factory.mktemp("serve") / "log.txt"
-    env = {"PORT": str(port), "PYTHON": sys.executable}
+    env = {"PORT": str(port), "PYTHON": sys.executable, "SETTINGS": FIXED}
     with running(["examples/serve.sh"], port, log, cwd=ROOT, **env) as started:
         yield started
 
