@@ -5,6 +5,9 @@ from typing import Any
 BFLOAT16_LOGIT_TOLERANCE = 0.25
 """Two roundings to bfloat16 of logits below 32, which are 0.125 apart there."""
 
+FLOAT16_LOGIT_TOLERANCE = 1 / 32
+"""The same for float16, whose values are 1/64 apart there."""
+
 
 def unequal_beyond_ties(
     reference_llm: Any,

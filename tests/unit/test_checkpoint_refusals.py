@@ -9,11 +9,13 @@ import torch
 
 from tests.helpers.checkpoints import (
     FP8_CONFIG,
+    INT4_CONFIGS,
     make_config,
     make_model,
     save_model,
     save_nextn,
     to_fp8,
+    to_int4,
 )
 from tests.helpers.draft_models import load_draft, one_rank
 from vllm_mtp.checkpoint.folder import INDEX_NAME
@@ -108,6 +110,49 @@ def test_missing_scale(tmp_path, fp8):
     name = f"{PREFIX}self_attn.o_proj.weight_scale_inv"
     target = save_model(tmp_path, FP8, without(fp8, name))
     refused(target, None, "(model.layers.2)", f"missing: {name}.")
+
+
+def int4_attention(tmp_path, bf16, method, quantization):
+    """A 4-bit MTP attention beside a config that may be another's."""
+    layer = {k: v for k, v in bf16.items() if k.startswith(PREFIX)}
+    tensors = without(bf16, PREFIX) | to_int4(layer, method, "self_attn")
+    config = CONFIG | {"quantization_config": quantization}
+    return save_model(tmp_path, config, tensors)
+
+
+@pytest.mark.parametrize("declared", [64, 256])
+@pytest.mark.parametrize("method", sorted(INT4_CONFIGS))
+def test_int4_group_size(tmp_path, bf16, method, declared):
+    """Where the tensor is larger, vLLM's loader takes a part of it without a word."""
+    quantization = json.loads(json.dumps(INT4_CONFIGS[method]))
+    compressed = method == "compressed-tensors"
+    if compressed:
+        group = quantization["config_groups"]["group_0"]["weights"]
+    else:
+        group = quantization
+    group["group_size"] = declared
+    last = "weight_scale" if compressed else "scales"
+    found, needed = [2, 576], [256 // declared, 576]
+    if compressed:
+        found, needed = found[::-1], needed[::-1]
+    name = f"{PREFIX}self_attn.kv_a_proj_with_mqa.{last}"
+    words = (f"{name} is {found} and should be {needed}", f"group_size {declared}")
+    refused(int4_attention(tmp_path, bf16, method, quantization), None, *words)
+
+
+@pytest.mark.parametrize(
+    ("stored", "declared", "words"),
+    [
+        ("gptq", "awq", "o_proj.qweight is [32, 256] and should be [256, 32]"),
+        ("awq", "gptq", "o_proj.qweight is [256, 32] and should be [32, 256]"),
+        ("compressed-tensors", "awq", "stored as compressed-tensors, which quant_met"),
+        ("gptq", "compressed-tensors", "stored as awq/gptq, which quant_method 'comp"),
+        ("awq", "fp8", "stored as awq/gptq, which quant_method 'fp8' of the config"),
+    ],
+)
+def test_int4_other_method(tmp_path, bf16, stored, declared, words):
+    quantization = (INT4_CONFIGS | {"fp8": FP8_CONFIG})[declared]
+    refused(int4_attention(tmp_path, bf16, stored, quantization), None, words)
 
 
 @pytest.mark.parametrize(

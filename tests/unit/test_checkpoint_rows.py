@@ -196,6 +196,30 @@ def test_embedded_compressed(int4_attention):
     int4_attention("compressed-tensors", "weight_packed", 0)
 
 
+LISTS = {
+    "awq": {"modules_to_not_convert": [PREFIX]},
+    "gptq": {"modules_in_block_to_quantize": ["mlp.gate_proj"]},
+    "gptq-rules": {"dynamic": {r"-:.*layers\.2\..*": {}}},
+    "compressed-tensors": {"ignore": ["lm_head", r"re:.*layers\.2\..*"]},
+}
+
+
+@pytest.mark.parametrize("case", list(LISTS))
+def test_embedded_int4_listed(tmp_path, bf16, case):
+    """Built plain for the list's sake, the loader ended in a bare KeyError."""
+    method = case.removesuffix("-rules")
+    layer = {k: v for k, v in bf16.items() if k.startswith(PREFIX)}
+    rest = {k: v for k, v in bf16.items() if not k.startswith(PREFIX)}
+    tensors = rest | to_int4(layer, method, "self_attn")
+    quantization = INT4_CONFIGS[method] | LISTS[case]
+    folder = save_model(
+        tmp_path, CONFIG | {"quantization_config": quantization}, tensors
+    )
+    compressed = method == "compressed-tensors"
+    last, joined_dim = ("weight_packed", 0) if compressed else ("qweight", 1)
+    assert_int4_attention(load_draft(folder), tensors, last, joined_dim)
+
+
 def test_embedded_mixed_fp8(tmp_path, bf16, fp8):
     attention = f"{PREFIX}self_attn."
     mixed = {k: v for k, v in fp8.items() if not k.startswith(attention)}

@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm_mtp.checkpoint.layer import StoredLayer, block_size
 from vllm_mtp.checkpoint.layout import EMBEDDING, HEAD
+from vllm_mtp.checkpoint.packed import find_packed_faults
 from vllm_mtp.checkpoint.precision import Storage
 from vllm_mtp.checkpoint.safetensors_file import CheckpointError
 
@@ -114,7 +115,8 @@ def plan_load(
 
     Raises:
         CheckpointError: if modules that vLLM joins are stored in forms that cannot be
-            joined, or if no one way of reading fits all quantised modules.
+            joined, if no one way of reading fits all quantised modules, or if the
+            config does not describe their packed tensors.
     """
     quantized: dict[str, Storage] = {}
     dequantized: set[str] = set()
@@ -142,6 +144,15 @@ def plan_load(
             "the MTP layer mixes quantised forms that one layer cannot have together: "
             f"{', '.join(sorted(kinds))}. Quantise it in one form, or leave it "
             "unquantised."
+        )
+    faults = find_packed_faults(layer, quantization_config)
+    if faults:
+        raise CheckpointError(
+            f"the quantization_config of {layer.folder} does not fit its MTP layer: "
+            f"{'; '.join(faults[:3])}"
+            + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
+            + ". Correct it in config.json, or name a NextN folder with a config of "
+            'its own with "model" in --speculative-config.'
         )
     return LoadPlan(
         layer,

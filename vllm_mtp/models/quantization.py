@@ -23,6 +23,15 @@ JOINED = {
 }
 """vLLM's joined modules, by the last part of their names."""
 
+SKIP_LISTS = (
+    "ignore",
+    "ignored_layers",
+    "modules_to_not_convert",
+    "modules_in_block_to_quantize",
+)
+"""Attributes of vLLM's configs that name modules to leave plain, or, the last, all to
+quantise; empty means that nothing is left out."""
+
 
 def build_quant_config(
     vllm_config: VllmConfig, plan: LoadPlan
@@ -115,7 +124,9 @@ def follow_tensors(
 ) -> QuantizationConfig:
     """Return ``base`` with each module's method chosen by how it is stored.
 
-    The result is an instance of ``base``'s class, as vLLM's own checks want it.
+    The result is an instance of ``base``'s class, as vLLM's own checks want it. Lists
+    of modules that stayed plain go: they may contradict the tensors, and a NextN folder
+    may have its source's, where layer 0 is another one.
     """
     kind = type(base)
     mixed = type(f"{kind.__name__}ByTensor", (_FollowsTensors, kind), {})
@@ -123,6 +134,12 @@ def follow_tensors(
     number = hf_config.num_hidden_layers
     for name, value in base.__dict__.items():
         result.__dict__[name] = _rename_layer(value, plan.layer.index, number)
+    for name in SKIP_LISTS:
+        if getattr(result, name, None):
+            setattr(result, name, [])
+    if isinstance(getattr(result, "dynamic", None), dict):
+        rules = result.dynamic.items()
+        result.dynamic = {k: v for k, v in rules if not k.startswith("-:")}
     # vLLM's own MTP model has no such table; it leans on the target's.
     result.packed_modules_mapping = base.packed_modules_mapping | JOINED
     result._plan = plan
