@@ -254,6 +254,23 @@ def load_table(record: Record) -> str:
     return f"{text}\n\nGeometric means of the ratios of auto: over {shown}."
 
 
+def budget_table(record: Record) -> str:
+    """Accept length of equal trees and of one budget, a column for each N."""
+    rows: Rows = record["rows"]
+    nodes = sorted({row["nodes"] for row in rows})
+    found = {
+        (row["temperature"], row["batch"], row["nodes"]): (
+            f"{row['equal']:.2f} / {row['shared']:.2f} ({times(row['gain'])})"
+        )
+        for row in rows
+    }
+    kinds = sorted({(row["temperature"], row["batch"]) for row in rows})
+    return table(
+        ["T", "batch", *(f"{n} nodes" for n in nodes)],
+        ([t, b, *(found.get((t, b, n)) for n in nodes)] for t, b in kinds),
+    )
+
+
 RAMP_COLUMNS = {
     "second": "second",
     "requests": "concurrency",
@@ -597,6 +614,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "results:losses": losses,
     "results:serving": lambda: section("serving_h200", serving_table),
     "results:load": lambda: section("load_h200", load_table),
+    "results:shared_budget": lambda: section("shared_budget", budget_table),
     "results:ramp": lambda: section("ramp_h200", ramp_table),
     "results:acceptance": lambda: section("acceptance", acceptance_table),
     "results:calibration": lambda: section("calibration", calibration_table),
