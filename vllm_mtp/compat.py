@@ -142,7 +142,8 @@ def _accept(
     from vllm_mtp.startup import check_features, check_model, check_parallel
 
     check_vllm_version()
-    if "shape" not in settings and engine_args.scheduler_cls not in (None, SCHEDULER):
+    has_scheduler = engine_args.scheduler_cls not in (None, SCHEDULER)
+    if settings.get("shape") is None and has_scheduler:
         logger.info("mtp_tree: a fixed shape, since --scheduler-cls is set")
         settings = {**settings, "shape": "fixed"}
     parsed = _parse_settings(settings)

@@ -349,25 +349,30 @@ def _check_key(key: str, value: Any) -> None:
 
 def _fill_auto(given: dict[str, Any]) -> TreeShape:
     """The largest tree of ``"shape": "auto"``; sizes left out fit those given."""
-    sizes = {k: AUTO_SIZES[k] if v is None else v for k, v in given.items()}
-    nodes, topk = sizes["num_speculative_tokens"], sizes["topk"]
-    if isinstance(nodes, int) and isinstance(topk, int) and nodes >= 2:
-        if given["num_steps"] is None:
-            sizes["num_steps"] = min(sizes["num_steps"], nodes)
-        if given["topk"] is None:
-            sizes["topk"] = topk = min(topk, nodes)
-        if not 2 <= topk <= nodes:
-            raise SettingsError(
-                f'mtp_tree: "shape": "auto" with topk={topk} and num_speculative_tokens'
-                f"={nodes} leaves nothing to choose; use topk from 2 to "
-                "num_speculative_tokens, or remove shape for chains."
-            )
-    elif nodes == 1:
+    limits = zip(given.items(), (MAX_STEPS, MAX_TOPK, MAX_ROWS - 1), strict=True)
+    for (name, value), limit in limits:
+        if value is not None:
+            _check_range(name, value, 1, limit)
+    steps, topk, nodes = given.values()
+    largest_steps, largest_topk, largest_nodes = AUTO_SIZES.values()
+    if nodes == 1:
         raise SettingsError(
             'mtp_tree: "shape": "auto" needs num_speculative_tokens of 2 or more, the '
             "largest tree to choose; found 1."
         )
-    return _fill_shape(*sizes.values())
+    if topk is None:
+        topk = min(largest_topk, nodes or largest_topk)
+    if steps is None:
+        steps = min(largest_steps, nodes or largest_steps, MAX_ROWS // topk + 1)
+    if nodes is None:
+        nodes = min(max(largest_nodes, topk), topk + (steps - 1) * topk**2)
+    if not 2 <= topk <= nodes:
+        raise SettingsError(
+            f'mtp_tree: "shape": "auto" with topk={topk} and num_speculative_tokens'
+            f"={nodes} leaves nothing to choose; use topk from 2 to "
+            "num_speculative_tokens, or remove shape for chains."
+        )
+    return _fill_shape(steps, topk, nodes)
 
 
 def _fill_shape(steps: Any, topk: Any, nodes: Any) -> TreeShape:

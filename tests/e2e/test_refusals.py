@@ -45,6 +45,16 @@ def test_the_option_becomes_mtp_with_a_worker_of_ours() -> None:
     assert args.speculative_config == {"method": "mtp_tree", "topk": 2}
 
 
+@pytest.mark.parametrize("given", [{}, {"shape": None}])
+def test_beside_another_scheduler_the_shape_is_fixed(given: dict[str, Any]) -> None:
+    own = "vllm.v1.core.sched.scheduler.Scheduler"
+    _, config = configure({"method": "mtp_tree", **given}, scheduler_cls=own)
+    assert not compat.read_config(config).auto
+    assert config.scheduler_config.scheduler_cls == own
+    with pytest.raises(SettingsError, match="Remove either"):
+        configure({"method": "mtp_tree", "shape": "auto"}, scheduler_cls=own)
+
+
 def test_short_flags_ask_for_it_too() -> None:
     _, config = configure(None, spec_method="mtp_tree", spec_tokens=3)  # type: ignore[arg-type]
     assert compat.read_config(config).shape.num_nodes == 3

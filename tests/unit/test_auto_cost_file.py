@@ -2,12 +2,15 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from vllm_mtp.auto import profile
 from vllm_mtp.auto.costs import CostCacheError, CostTable
 from vllm_mtp.auto.ladder import Rung
+from vllm_mtp.config import SETTINGS_KEY, MTPConfig
 
 KEY = "key"
 GOOD = CostTable(
@@ -67,3 +70,50 @@ def test_files_that_cannot_be_read(tmp_path: Path, ladder: list[Rung]) -> None:
     for path in (tmp_path, tmp_path / "missing", binary):
         with pytest.raises(CostCacheError):
             CostTable.load(path, KEY, ladder)
+
+
+def test_a_folder_that_cannot_be_looked_into(
+    ladder: list[Rung], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: a worker that dies of it, while the others wait for its answer."""
+    # A name too long fails for root too, where permissions do not.
+    monkeypatch.setattr(profile, "cost_path", lambda key: Path("x" * 300, key))
+    monkeypatch.setattr(profile, "cost_key", lambda config: KEY)
+    monkeypatch.setattr(profile, "measure", lambda *args: GOOD)
+    profile.load_or_measure(
+        None, ladder, lambda *step: None, True, lambda answer: answer
+    )
+
+
+def make_config(**limits: int) -> SimpleNamespace:
+    """What ``cost_key`` reads of a ``VllmConfig``."""
+    limits = {"rows": 2048, "length": 4096, **limits}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            model="m",
+            revision=None,
+            dtype="bfloat16",
+            quantization=None,
+            hf_text_config=SimpleNamespace(to_dict=dict),
+            enforce_eager=False,
+            max_model_len=limits["length"],
+        ),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, enable_expert_parallel=False
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=8, max_num_batched_tokens=limits["rows"]
+        ),
+        compilation_config=SimpleNamespace(mode=3),
+        attention_config=SimpleNamespace(backend=None),
+        additional_config={SETTINGS_KEY: MTPConfig(auto=True).to_dict()},
+    )
+
+
+def test_a_table_that_ends_elsewhere_is_another_file() -> None:
+    """Catches: long contexts served by a table that was measured for short ones."""
+    key = profile.cost_key(make_config())
+    assert profile.cost_key(make_config()) == key
+    assert profile.cost_key(make_config(length=131072)) != key
+    assert profile.cost_key(make_config(rows=8192)) != key

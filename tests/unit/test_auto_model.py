@@ -58,6 +58,21 @@ def test_settings() -> None:
 
 
 @pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        ({"num_steps": 1}, TreeShape(1, 3, 3)),
+        ({"num_steps": 2, "topk": 2}, TreeShape(2, 2, 6)),
+        ({"topk": 16}, TreeShape(5, 16, 16)),
+        ({"topk": 32, "num_speculative_tokens": 63}, TreeShape(3, 32, 63)),
+    ],
+)
+def test_sizes_left_out_fit_those_given(sizes: dict, shape: TreeShape) -> None:
+    """Catches: a refusal that blames a size which the user did not give."""
+    parsed = parse_settings({"method": "mtp_tree", "shape": "auto", **sizes})
+    assert parsed.config.shape == shape
+
+
+@pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"shape": "wide"}, 'must be "auto"'),
@@ -149,6 +164,16 @@ def test_one_slow_step_counts_for_little() -> None:
         costs.observe(4, 8, 1024, usual)
     costs.observe(4, 8, 1024, 100 * usual)
     assert costs.predict(4, 8, 1024) < 1.05 * usual
+
+
+@pytest.mark.parametrize("ms", [0.0, -1.0, float("inf"), float("nan")])
+def test_impossible_times_change_nothing(ms: float) -> None:
+    """Catches: a factor of 0, by which the next step would divide."""
+    costs = CostModel(default_table(LADDER), len(LADDER), is_measured=False)
+    before = costs.predict(4, 8, 1024)
+    for _ in range(2):
+        costs.observe(4, 8, 1024, ms)
+    assert costs.predict(4, 8, 1024) == before
 
 
 def test_points_not_measured_are_filled_in() -> None:

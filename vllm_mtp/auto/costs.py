@@ -21,6 +21,10 @@ class CostCacheError(ValueError):
     """A cost file that cannot be used; the message says why."""
 
 
+class NoCostFileError(CostCacheError):
+    """There is none."""
+
+
 @dataclass(frozen=True)
 class CostTable:
     """Step times over rung, batch and context."""
@@ -95,6 +99,8 @@ class CostTable:
         """
         try:
             text = path.read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise NoCostFileError("it is not there") from error
         except (OSError, UnicodeDecodeError) as error:
             raise CostCacheError(f"it cannot be read ({error})") from error
         return cls.from_json(text, key, ladder)
@@ -169,7 +175,9 @@ class CostModel:
         return base * self.common * self.ratios[rung]
 
     def observe(self, rung: int, batch: int, context: int, ms: float) -> None:
-        """Take in the time of one step."""
+        """Take in the time of one step; one that no clock should give is left out."""
+        if not 0 < ms < math.inf:
+            return
         off_by = ms / self.predict(rung, batch, context)
         if not 0.67 < batch / max(self.batch, 1) < 1.5:
             self.batch, self.common_weight = batch, min(self.common_weight, 1.0)

@@ -13,7 +13,12 @@ from typing import Any
 
 import torch
 
-from vllm_mtp.auto.costs import CostCacheError, CostTable, interpolate
+from vllm_mtp.auto.costs import (
+    CostCacheError,
+    CostTable,
+    NoCostFileError,
+    interpolate,
+)
 from vllm_mtp.auto.ladder import Rung, graph_batches
 
 logger = logging.getLogger("vllm." + __name__)
@@ -53,6 +58,9 @@ def cost_key(vllm_config: Any) -> str:
         "ep": parallel.enable_expert_parallel,
         "kv": str(vllm_config.cache_config.cache_dtype),
         "seqs": vllm_config.scheduler_config.max_num_seqs,
+        # How far the table reaches.
+        "rows": vllm_config.scheduler_config.max_num_batched_tokens,
+        "length": model.max_model_len,
         "eager": model.enforce_eager,
         "compile": str(vllm_config.compilation_config.mode),
         "backend": str(vllm_config.attention_config.backend),
@@ -93,13 +101,14 @@ def load_or_measure(
         try:
             CostTable.load(path, key, ladder)
             known = True
+        except NoCostFileError:
+            pass
         except CostCacheError as error:
-            if path.exists():
-                logger.warning(
-                    "mtp_tree: measuring step costs anew, since %s does not fit: %s.",
-                    path,
-                    error,
-                )
+            logger.warning(
+                "mtp_tree: measuring step costs anew, since %s does not fit: %s.",
+                path,
+                error,
+            )
     if agree(known):
         return
     begin = time.perf_counter()

@@ -127,10 +127,14 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
             counts = [len(sampled[index[r]]) - 1 for r in drafts if r in index]
             counts = [count for count in counts if count >= 0]
             self.shape_policy.acceptance.observe(rung, counts)
-        # Only decoding requests, and the drafts made are those of the same rung.
-        decoding = scheduler_output.total_num_scheduled_tokens == len(scheduled) * (
-            width + 1
-        ) and len(drafts) == (len(scheduled) if rung else 0)
+        # Only decoding requests, and the drafts made are those of the same rung. A new
+        # request may bring a single token too, and idle time before it.
+        rows = scheduler_output.total_num_scheduled_tokens
+        decoding = (
+            not scheduler_output.scheduled_new_reqs
+            and rows == len(scheduled) * (width + 1)
+            and len(drafts) == (len(scheduled) if rung else 0)
+        )
         next_width = scheduler_output.num_spec_tokens_to_schedule
         step = (rung, len(scheduled)) if decoding and next_width == width else None
         if step is not None and step == self._last_step:

@@ -1,0 +1,65 @@
+"""What the scheduler of ``"shape": "auto"`` tells the policy about steps."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_mtp.auto.acceptance import AcceptanceModel
+from vllm_mtp.auto.costs import CostModel, default_table
+from vllm_mtp.auto.ladder import build_ladder
+from vllm_mtp.auto.policy import Policy
+from vllm_mtp.auto.scheduler import AutoShapeMixin
+from vllm_mtp.config import TreeShape
+
+LADDER = build_ladder(TreeShape(6, 3, 15))
+WIDTHS = [rung.num_nodes for rung in LADDER]
+
+
+@pytest.fixture
+def scheduler() -> Any:
+    """One without vLLM's part."""
+    made: Any = object.__new__(AutoShapeMixin)
+    made.rung_of = {width: index for index, width in enumerate(WIDTHS)}
+    costs = CostModel(default_table(LADDER), len(LADDER), is_measured=True)
+    made.shape_policy = Policy(LADDER, AcceptanceModel(LADDER, 3), costs)
+    made._context, made._last_update, made._last_step = 1024, 0.0, None
+    return made
+
+
+def step(scheduler: Any, width: int, *, is_new: bool = False) -> None:
+    """One step of one request that brings ``width`` drafts and gets as many."""
+    scheduled = SimpleNamespace(
+        num_scheduled_tokens={"r": width + 1},
+        total_num_scheduled_tokens=width + 1,
+        scheduled_spec_decode_tokens={"r": [-1] * width} if width else {},
+        scheduled_new_reqs=["r"] if is_new else [],
+        num_spec_tokens_to_schedule=width,
+    )
+    output = SimpleNamespace(sampled_token_ids=[[1]], req_id_to_index={"r": 0})
+    scheduler._observe(scheduled, output)
+
+
+@pytest.mark.parametrize("width", [0, 7])
+def test_steady_steps_are_timed(scheduler: Any, width: int) -> None:
+    costs = scheduler.shape_policy.costs
+    step(scheduler, width)
+    assert sum(costs.weights) == 0
+    step(scheduler, width)
+    assert costs.weights[WIDTHS.index(width)] == 1
+
+
+def test_idle_time_before_a_prompt_of_one_token_is_no_step(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a prompt looks like a step without drafts, as does one that is cached."""
+    costs, now = scheduler.shape_policy.costs, [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    for seconds in (0.0, 0.02):
+        now[0] += seconds
+        step(scheduler, 0)
+    before = costs.predict(0, 1, 1024)
+    now[0] += 3600
+    step(scheduler, 0, is_new=True)
+    assert costs.predict(0, 1, 1024) == before
