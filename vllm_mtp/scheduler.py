@@ -41,7 +41,8 @@ class TreeSchedulerMixin(_Upstream):  # type: ignore[misc]
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         output = super().schedule(*args, **kwargs)
         output.mtp_drafts_asked = self._drafts_asked
-        self._drafts_asked = output.num_spec_tokens_to_schedule
+        if output.num_scheduled_tokens:
+            self._drafts_asked = output.num_spec_tokens_to_schedule
         return output
 
     def update_from_output(self, scheduler_output: Any, runner_output: Any) -> Any:

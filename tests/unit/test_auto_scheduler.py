@@ -25,6 +25,7 @@ def scheduler() -> Any:
     costs = CostModel(default_table(LADDER), len(LADDER), is_measured=True)
     made.shape_policy = Policy(LADDER, AcceptanceModel(LADDER, 3), costs)
     made._context, made._last_update, made._last_step = 1024, 0.0, None
+    made.max_context, made._lookups, made._logged = None, 0, (0.0, -1)
     return made
 
 
@@ -39,6 +40,25 @@ def step(scheduler: Any, width: int, *, is_new: bool = False) -> None:
     )
     output = SimpleNamespace(sampled_token_ids=[[1]], req_id_to_index={"r": 0})
     scheduler._observe(scheduled, output)
+
+
+@pytest.mark.parametrize(
+    ("running", "scheduled", "nodes"), [(4, 4, 15), (8, 4, 7), (40, 4, 0), (4, 64, 0)]
+)
+def test_every_running_request_fits_into_a_pass(
+    scheduler: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    running: int,
+    scheduled: int,
+    nodes: int,
+) -> None:
+    """Catches: trees so large that the last requests are never scheduled."""
+    monkeypatch.setattr(
+        scheduler.shape_policy, "choose", lambda batch, context: len(LADDER) - 1
+    )
+    scheduler.running = [SimpleNamespace(num_computed_tokens=9)] * running
+    scheduler.max_num_scheduled_tokens = 64
+    assert scheduler[scheduled] == nodes
 
 
 @pytest.mark.parametrize("width", [0, 7])

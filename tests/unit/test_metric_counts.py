@@ -13,6 +13,7 @@ from vllm_mtp import compat
 from vllm_mtp.config import MTPConfig, SettingsError, TreeShape, parse_settings
 from vllm_mtp.metrics.counts import PHASES, REASONS, note_of, totals
 from vllm_mtp.metrics.timing import PhaseTimer
+from vllm_mtp.scheduler import TreeSchedulerMixin
 
 COUNTS = {
     "nodes_drafted": 180,
@@ -201,3 +202,23 @@ def test_timing_is_a_flag() -> None:
     assert not parse_settings({"method": "mtp_tree"}).config.timing
     with pytest.raises(SettingsError, match="timing='yes' must be true or false"):
         parse_settings({"method": "mtp_tree", "timing": "yes"})
+
+
+def test_a_step_of_nothing_asks_for_no_drafts() -> None:
+    """Catches: a pass after it that is counted under another reason than its own."""
+    scheduled = [({"r": 1}, 0), ({}, 15), ({"r": 1}, 3), ({"r": 4}, 3)]
+    steps = iter(
+        SimpleNamespace(num_scheduled_tokens=tokens, num_spec_tokens_to_schedule=asked)
+        for tokens, asked in scheduled
+    )
+
+    class Stock:
+        def schedule(self) -> Any:
+            return next(steps)
+
+    class Scheduler(TreeSchedulerMixin, Stock):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self._drafts_asked = 15
+
+    scheduler = Scheduler()
+    assert [scheduler.schedule().mtp_drafts_asked for _ in scheduled] == [15, 0, 0, 3]

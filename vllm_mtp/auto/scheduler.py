@@ -79,6 +79,10 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
             return 0
         rung = policy.choose(num_scheduled, self._context)
         self._log()
+        # A pass that is full leaves out the last requests, step after step.
+        rows = self.max_num_scheduled_tokens // max(num_scheduled, len(self.running))
+        while rung and policy.ladder[rung].num_nodes >= rows:
+            rung -= 1
         return policy.ladder[rung].num_nodes
 
     def _log(self) -> None:
