@@ -6,7 +6,9 @@ Accept length = tokens per verify pass = 1 + accepted drafts / drafts, from vLLM
 counters. Methods: ``chain_greedy`` and ``chain_probabilistic`` are vLLM's in-tree
 ``mtp``; ``tree_topk`` is a tree whose children are the k most likely tokens;
 ``tree_coupled`` and ``chain_coupled`` (this plugin) draft with the noise that the
-target's sampler will use. At temperature 0 coupled and top-k are the same thing.
+target's sampler will use; ``chain_coupled_unwarmed`` ranks drafts at the request's own
+temperature instead of 1.1 times that. At temperature 0 coupled and top-k are the same
+thing.
 """
 
 import argparse
@@ -49,6 +51,9 @@ def tree(steps: int, topk: int, nodes: int) -> dict[str, Any]:
     }
 
 
+NO_DIFFERENCE = ("chain_probabilistic", "tree_topk", "chain_coupled_unwarmed")
+"""Methods that are another one at temperature 0."""
+
 CONFIGS: list[tuple[str, int, dict[str, Any]]] = [
     ("chain_greedy", 3, chain()),
     ("chain_probabilistic", 3, chain(draft_sample_method="probabilistic")),
@@ -68,7 +73,7 @@ def measure(config: tuple[str, int, dict[str, Any]], temperatures: list[float]) 
     with engine(speculative, **settings) as llm:
         for name in variants(llm, method):
             for temperature in temperatures:
-                if temperature == 0 and name in ("chain_probabilistic", "tree_topk"):
+                if temperature == 0 and name in NO_DIFFERENCE:
                     continue
                 before = totals(llm)
                 generate(llm, temperature)
@@ -92,6 +97,9 @@ def measure(config: tuple[str, int, dict[str, Any]], temperatures: list[float]) 
 
 def variants(llm: Any, method: str) -> Iterator[str]:
     yield method
+    if method == "chain_coupled":
+        runner_of(llm).speculator.warmth = 1.0
+        yield "chain_coupled_unwarmed"
     if method == "tree_coupled":
         runner_of(llm).speculator.coupled = False
         yield "tree_topk"

@@ -31,6 +31,11 @@ from vllm_mtp.kernels.tree_topk import build_topk_workspace, tree_topk
 from vllm_mtp.metrics.timing import PhaseTimer
 from vllm_mtp.models import load_mtp_layer
 
+DRAFT_WARMTH = 1.1
+"""Drafts are ranked at so many times the request's temperature. A draft's logits are
+noisy estimates of the target's, which on average lie closer together
+(docs/verification.md, drafting with the target's noise)."""
+
 
 class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
     """Drafts EAGLE-2 dynamic trees with the one MTP layer of a DeepSeek checkpoint."""
@@ -53,7 +58,7 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         set_state(self.tree_attn)
         # Draft with the noise of the target's sampler; off only to measure what it
         # brings (benchmarks/acceptance.py).
-        self.coupled = True
+        self.coupled, self.warmth = True, DRAFT_WARMTH
         # For the metrics: set by the runner; levels last drafted, 0 for none.
         self.timer: PhaseTimer | None = None
         self.depth_drafted = 0
@@ -188,6 +193,10 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
             self.timer.end()
         drafted: torch.Tensor = self.draft_tokens[: input_batch.num_reqs]
         return drafted
+
+    def _copy_request_inputs(self, *args: Any, **kwargs: Any) -> None:
+        super()._copy_request_inputs(*args, **kwargs)
+        self.temperature.mul_(self.warmth)
 
     def _draft_root_children(self, input_batch: Any, *args: Any, **kwargs: Any) -> None:
         """Upstream's draft prefill, which ends in ``sample_draft``."""
