@@ -223,6 +223,7 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         return self.ladder is not None and rows == input_batch.num_reqs
 
     def _prefill(self, num_reqs: int, num_tokens: int, *args: Any, **kw: Any) -> None:
+        """As upstream's; graphs of one row a request are captured without the head."""
         one_row = self.ladder is not None and num_tokens == num_reqs
         if not (self.is_capturing and one_row):
             super()._prefill(num_reqs, num_tokens, *args, **kw)

@@ -20,11 +20,12 @@ PROBE_STEPS = 4
 PROBE_WORTH = 0.95
 """Only rungs that promise this share of the best are looked at ..."""
 
-DOUBT = 0.02
-"""Looks are more frequent while the accept length of such a rung is known worse."""
-
 UNKNOWN_WORTH = 0.6
 """... or this share, as long as their steps were not timed while serving."""
+
+DOUBT = 0.02
+"""Looks are eight times as frequent while a promising rung's accept length is known
+less exactly than this, relatively."""
 
 KNOWN_STEPS = 6.0
 """Steps after which a cost that was not measured at start-up counts as known."""
