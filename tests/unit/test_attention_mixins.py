@@ -9,6 +9,7 @@ import torch
 from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
 
 from vllm_mtp.attention import base
+from vllm_mtp.attention.splits import PARTS_BYTES, fit_splits
 from vllm_mtp.attention.state import build_attn_state
 from vllm_mtp.buffers import build_tree_buffers
 from vllm_mtp.config import TreeShape
@@ -261,3 +262,24 @@ def test_level_read_before_written_says_so(state):
     layer = SimpleNamespace(is_draft_layer=True)
     with pytest.raises(RuntimeError, match="scratch cache"):
         Impl().forward_mqa(q, torch.randn(8, 16, LATENT + ROPE), metadata, layer)
+
+
+@pytest.mark.parametrize(
+    ("most", "rows", "expected"),
+    [
+        # 16 heads: small batches keep what the user allows, large ones what fits.
+        (32, 1, 32),
+        (32, 512, 32),
+        (32, 2048, 8),
+        (32, 8192, 2),
+        (32, 1 << 20, 2),
+        (1, 2048, 1),
+        (0, 2048, 0),
+        (32, 0, 32),
+    ],
+)
+def test_parts_of_many_rows_fit(most: int, rows: int, expected: int) -> None:
+    part = rows * 16 * 512 * 4
+    found = fit_splits(most, part)
+    assert found == expected
+    assert found * part <= max(PARTS_BYTES, 2 * part)

@@ -17,10 +17,8 @@ from vllm.v1.attention.backends.mla.flashattn_mla import (
 )
 
 from vllm_mtp.attention.base import TreeBuilderMixin, TreeImplMixin
+from vllm_mtp.attention.splits import fit_splits
 from vllm_mtp.attention.state import TreeAttnMetadata
-
-PARTS_BYTES = 512 << 20
-"""Most that the partial results of one pass may take in a graph's memory."""
 
 
 class TreeFlashAttnMLAMetadataBuilder(
@@ -108,11 +106,6 @@ class TreeFlashAttnMLAMetadataBuilder(
             max_num_splits=rest.max_num_splits,
         )
         return rest
-
-
-def fit_splits(most: int, part_bytes: int) -> int:
-    """Splits whose partial results fit; 0, no bound, stays 0."""
-    return min(most, max(PARTS_BYTES // max(part_bytes, 1), 2))
 
 
 class TreeFlashAttnMLAImpl(TreeImplMixin, FlashAttnMLAImpl):  # type: ignore[misc]
