@@ -34,6 +34,8 @@ class TreeFlashAttnMLAMetadataBuilder(
 
         In graphs FlashAttention keeps a float32 result of every row for each of 32
         parts: 2 GB at 2048 rows of 16 heads, where requests fill the GPU by themselves.
+        A replay must not have more parts than its graph: vLLM builds its metadata for
+        the graph's number of rows, so both get the same number here.
         """
         most: int = self.max_num_splits  # type: ignore[has-type]
         rows = kwargs["num_decode_tokens"]
