@@ -77,7 +77,7 @@ def parse_args() -> argparse.Namespace:
     add("--stage-seconds", type=float, default=10)
     add("--window", type=float, default=5, help="seconds")
     add("--input-len", type=int, default=64)
-    add("--output-len", type=int, nargs=2, default=[32, 160], metavar=("MIN", "MAX"))
+    add("--output-len", type=int, nargs=2, default=[128, 384], metavar=("MIN", "MAX"))
     add("--skip-above", type=int, default=4096, help="see Inflation.skip_above")
     return parser.parse_args()
 
