@@ -127,7 +127,7 @@ def record(
     settings = {"model": str(model), "max_model_len": LENGTH, "seed": 0}
     counts, outputs, lengths = {}, {}, {}
     with engine(
-        {"method": "mtp_tree", "trace": trace},
+        {"method": "mtp_tree", "shape": "fixed", "trace": trace},
         num_gpu_blocks_override=BLOCKS,
         enable_prefix_caching=False,
         **settings,
