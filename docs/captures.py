@@ -67,8 +67,8 @@ def capture_run(folder: Path) -> dict[str, str]:
 
     lines: list[str] = []
     trace = folder / "trees.jsonl"
-    settings = {"method": "mtp_tree", "trace": str(trace), "timing": True}
-    with engine(settings, served_model_name="tiny") as llm:
+    settings = {"method": "mtp_tree", "shape": "fixed", "timing": True}
+    with engine({**settings, "trace": str(trace)}, served_model_name="tiny") as llm:
         from vllm import SamplingParams
 
         logging.getLogger("vllm.vllm_mtp.metrics.stat_logger").addHandler(Keep())
