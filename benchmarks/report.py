@@ -617,6 +617,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "results:shared_budget": lambda: section("shared_budget", budget_table),
     "results:ramp": lambda: section("ramp_h200", ramp_table),
     "results:acceptance": lambda: section("acceptance", acceptance_table),
+    "results:acceptance_cpu": lambda: section("acceptance_cpu", acceptance_table),
     "results:calibration": lambda: section("calibration", calibration_table),
     "results:attention": lambda: section("attention_h200", attention_table),
     "results:bookkeeping": lambda: section("bookkeeping_h200", bookkeeping_table),
