@@ -9,18 +9,13 @@ it. A row: ``temperature``, ``depth``, ``nodes``, ``predicted`` and ``observed``
 over the nodes of the bin), ``low`` and ``high`` (the bin).
 """
 
-import argparse
 import math
-import tempfile
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from benchmarks.acceptance import CPU_SETTINGS, GPU_SETTINGS, generate, tree
 from benchmarks.common import write_record
-from tests.helpers.engine import engine
-from vllm_mtp.trace.load import load_trace
+from benchmarks.traces import parse_args, trace_trees
 from vllm_mtp.trace.schema import Step
 
 SHAPE = (5, 8, 32)
@@ -69,23 +64,11 @@ def tabulate(steps: Iterable[Step], temperature: float) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    import torch
-
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--temperatures", default="0,1.0")
-    args = parser.parse_args()
-    settings = GPU_SETTINGS if torch.cuda.is_available() else CPU_SETTINGS
+    out, temperatures = parse_args(__doc__)
     rows: list[dict[str, Any]] = []
-    for temperature in map(float, args.temperatures.split(",")):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trees.jsonl"
-            trace = {"path": str(path), "text": False, "max_requests": 64}
-            config = {**tree(*SHAPE), "trace": {**trace, "queue_size": 4096}}
-            with engine(config, **settings) as llm:
-                generate(llm, temperature)
-            rows += tabulate(load_trace(path).steps, temperature)
-        write_record(args.out, rows, shape=SHAPE)
+    for temperature in temperatures:
+        rows += tabulate(trace_trees(SHAPE, temperature), temperature)
+        write_record(out, rows, shape=SHAPE)
     for row in rows:
         print(*(f"{key}={value}" for key, value in row.items()))
 

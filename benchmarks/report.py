@@ -149,21 +149,35 @@ def acceptance_table(record: Record) -> str:
     return text
 
 
+def pivot(
+    rows: Rows, column: str, title: str, cell: Callable[[dict[str, Any]], str], key: str
+) -> str:
+    """A line for each temperature and ``key``, a column for each ``column``."""
+    found = {(row["temperature"], row[key], row[column]): row for row in rows}
+    columns = {row[column]: title.format_map(row) for row in rows}
+    kinds = sorted({(row["temperature"], row[key]) for row in rows})
+    return table(
+        ["T", key, *(columns[at] for at in sorted(columns))],
+        (
+            [
+                *kind,
+                *(
+                    cell(found[*kind, at]) if (*kind, at) in found else None
+                    for at in sorted(columns)
+                ),
+            ]
+            for kind in kinds
+        ),
+    )
+
+
 def calibration_table(record: Record) -> str:
     """Predicted and observed acceptance by depth, a column for each bin."""
-    rows: Rows = record["rows"]
-    bins = sorted({(row["low"], row["high"]) for row in rows})
-    found = {
-        (row["temperature"], row["depth"], row["low"]): (
-            f"{row['predicted']:.2f} / {row['observed']:.2f} ({row['nodes']})"
-        )
-        for row in rows
-    }
-    kinds = sorted({(row["temperature"], row["depth"]) for row in rows})
-    return table(
-        ["T", "depth", *(f"{low:g} to {high:g}" for low, high in bins)],
-        ([t, d, *(found.get((t, d, low)) for low, _ in bins)] for t, d in kinds),
-    )
+
+    def cell(row: Mapping[str, Any]) -> str:
+        return f"{row['predicted']:.2f} / {row['observed']:.2f} ({row['nodes']})"
+
+    return pivot(record["rows"], "low", "{low:g} to {high:g}", cell, "depth")
 
 
 SERVING_COLUMNS = {
@@ -256,19 +270,11 @@ def load_table(record: Record) -> str:
 
 def budget_table(record: Record) -> str:
     """Accept length of equal trees and of one budget, a column for each N."""
-    rows: Rows = record["rows"]
-    nodes = sorted({row["nodes"] for row in rows})
-    found = {
-        (row["temperature"], row["batch"], row["nodes"]): (
-            f"{row['equal']:.2f} / {row['shared']:.2f} ({times(row['gain'])})"
-        )
-        for row in rows
-    }
-    kinds = sorted({(row["temperature"], row["batch"]) for row in rows})
-    return table(
-        ["T", "batch", *(f"{n} nodes" for n in nodes)],
-        ([t, b, *(found.get((t, b, n)) for n in nodes)] for t, b in kinds),
-    )
+
+    def cell(row: Mapping[str, Any]) -> str:
+        return f"{row['equal']:.2f} / {row['shared']:.2f} ({times(row['gain'])})"
+
+    return pivot(record["rows"], "nodes", "{nodes} nodes", cell, "batch")
 
 
 RAMP_COLUMNS = {

@@ -9,17 +9,12 @@ either way, and what it accepts is read off the trace. A row: ``temperature``,
 ``batch``, ``nodes`` (N), ``equal`` and ``shared`` (accept lengths), ``gain``.
 """
 
-import argparse
 import random
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.acceptance import CPU_SETTINGS, GPU_SETTINGS, generate, tree
 from benchmarks.common import write_record
-from tests.helpers.engine import engine
-from vllm_mtp.trace.load import load_trace
+from benchmarks.traces import parse_args, trace_trees
 from vllm_mtp.trace.schema import Step
 
 SHAPE = (6, 3, 15)
@@ -69,28 +64,16 @@ def compare(steps: Sequence[Step], batch: int, nodes: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    import torch
-
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--temperatures", default="0,1.0")
-    args = parser.parse_args()
-    settings = GPU_SETTINGS if torch.cuda.is_available() else CPU_SETTINGS
+    out, temperatures = parse_args(__doc__)
     rows: list[dict[str, Any]] = []
-    for temperature in map(float, args.temperatures.split(",")):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trees.jsonl"
-            trace = {"path": str(path), "text": False, "max_requests": 64}
-            config = {**tree(*SHAPE), "trace": {**trace, "queue_size": 4096}}
-            with engine(config, **settings) as llm:
-                generate(llm, temperature)
-            steps = load_trace(path).steps
+    for temperature in temperatures:
+        steps = trace_trees(SHAPE, temperature)
         rows += [
             {"temperature": temperature, **compare(steps, batch, nodes)}
             for batch in BATCHES
             for nodes in NODES
         ]
-        write_record(args.out, rows, shape=SHAPE, trees=len(steps))
+        write_record(out, rows, shape=SHAPE, trees=len(steps))
     for row in rows:
         print(*(f"{key}={value}" for key, value in row.items()))
 

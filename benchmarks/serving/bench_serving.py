@@ -5,9 +5,9 @@
 The model is the inflated one (``benchmarks.inflate``): DeepSeek-V3's cost, the trained
 tiny model's acceptance. One engine for each of ``--shapes`` serves all batch sizes,
 input lengths and temperatures. Prompts are held-out text and lie in the prefix cache;
-only steps in which the whole batch decodes are timed. Batches and inputs may differ
-from call to call. The file is written after every
-engine; measurements already in it are kept, so a table can be filled in several runs.
+only steps in which the whole batch decodes are timed. The file is written after every
+engine; measurements already in it are kept, so a table can be filled in several runs,
+with other batches and inputs.
 """
 
 import argparse

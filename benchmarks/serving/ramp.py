@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind
 
 from benchmarks.common import write_record
 from benchmarks.inflate import Inflation
@@ -47,7 +46,7 @@ from benchmarks.serving.setup import (
 )
 from tests.helpers.engine import engine
 from vllm_mtp.auto.ladder import graph_batches
-from vllm_mtp.tuning.decode import decode
+from vllm_mtp.tuning.decode import decode, name_of, streamed
 from vllm_mtp.tuning.run import policy_of
 from vllm_mtp.tuning.shapes import Shape
 
@@ -139,15 +138,7 @@ class Requests:
         if text == "hard":
             prompt = [rng.randrange(self.vocab_size) for _ in prompt]
             temperature = HARD_TEMPERATURE
-        params = SamplingParams(
-            temperature=temperature,
-            seed=number,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
-        return prompt, params
+        return prompt, streamed(temperature, number, max_tokens)
 
 
 class Traffic:
@@ -237,11 +228,6 @@ class Traffic:
                 del self.started[name]
                 self.finished += 1
                 self.failed += output.outputs[0].finish_reason != "length"
-
-
-def name_of(output: Any) -> str:
-    """The request's id as it was given: vLLM may have made it unique with a suffix."""
-    return str(output.request_id).split("-")[0]
 
 
 class Ramp:

@@ -6,9 +6,9 @@ from vllm_mtp.config import TreeShape
 
 PAIRS = ((1, 1), (2, 2), (3, 3), (5, 3), (7, 6), (15, 6))
 """(N, S) of the rungs. Each N occurs once, so that the count of draft tokens, which
-vLLM's scheduler hands to the worker, names the rung. Between them they reach 97 % of
-the best of all sizes up to 15 nodes, greedy and sampled, at any batch size of the
-benchmark's model. With the root, 8 and 16 rows fill the tiles of attention kernels."""
+vLLM's scheduler hands to the worker, names the rung. Chosen in simulation on traced
+trees: sampled text wants shallow trees, greedy text deep ones, large batches small
+ones. With the root, 8 and 16 rows fill the tiles of attention kernels."""
 
 GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 """Batch sizes with CUDA graphs; a batch between two runs padded to the next."""

@@ -351,14 +351,15 @@ def _print_tree(console: Console, report: Mapping[str, Any]) -> None:
             "least likely nodes first",
         ),
     ]
+    title = "Tree"
     if report["settings"]["shape"] == "auto":
+        title = "Largest tree"
         found = ", ".join(f"{n} ({s})" for n, s in report["sizes"] if n)
         console.print(Text("Sizes", "bold"))
         console.print(
             "The shape follows the load: nothing is drafted, or so many nodes (in so "
             f"many levels): {found}.\n"
         )
-    title = "Largest tree" if report["settings"]["shape"] == "auto" else "Tree"
     console.print(Text(title, "bold"))
     table = Table.grid(padding=(0, 2))
     for name, value, meaning in rows:

@@ -49,6 +49,23 @@ class Window:
         self.ids += other.ids
 
 
+def streamed(temperature: float, seed: int, num_tokens: int) -> SamplingParams:
+    """So many tokens whatever they are, each step's as they come."""
+    return SamplingParams(
+        temperature=temperature,
+        seed=seed,
+        max_tokens=num_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def name_of(output: Any) -> str:
+    """The request's id as it was given: vLLM may have made it unique with a suffix."""
+    return str(output.request_id).split("-")[0]
+
+
 def decode(
     llm: Any,
     prompts: Sequence[list[int]],
@@ -67,14 +84,7 @@ def decode(
     for index, prompt in enumerate(prompts):
         request_id = str(next(_request_ids))
         order[request_id] = index
-        params = SamplingParams(
-            temperature=temperature,
-            seed=index,
-            max_tokens=num_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
+        params = streamed(temperature, index, num_tokens)
         engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
     window = Window(ids=[[] for _ in prompts])
     started: float | None = None
@@ -85,8 +95,7 @@ def decode(
         new = 0
         for output in outputs:
             ids = list(output.outputs[0].token_ids)
-            # vLLM may have made the id unique with a suffix.
-            window.ids[order[output.request_id.split("-")[0]]] += ids
+            window.ids[order[name_of(output)]] += ids
             new += len(ids)
         if not outputs:
             continue
