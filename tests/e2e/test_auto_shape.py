@@ -150,3 +150,48 @@ def test_nothing_is_drafted_beyond_the_context_limit(
     short = limit(40)
     assert max(contexts) <= 40
     assert 0 < len(short) < len(whole)
+
+
+def test_measured_steps_have_real_rows(
+    auto: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal tokens would all go to the same experts, padding to none."""
+    runner = runner_of(auto)
+    speculator, seen = runner.speculator, []
+    propose = speculator.propose
+
+    def watch(*, input_batch: Any, **kwargs: Any) -> Any:
+        tokens, padding = input_batch.input_ids, input_batch.is_padding
+        seen.append((tokens.tolist(), padding.any().item()))
+        return propose(input_batch=input_batch, **kwargs)
+
+    monkeypatch.setattr(speculator, "propose", watch)
+    runner._run_dummy_step(3, 2, 16)
+    ((tokens, padded),) = seen
+    assert len(tokens) == 8
+    assert len(set(tokens)) > 4
+    assert not padded
+    assert not runner.is_measuring
+    assert speculator.dummy_nodes is None
+
+
+def test_graphs_of_one_row_are_captured_without_the_head(
+    auto: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speculator, skipped = runner_of(auto).speculator, []
+    upstream = type(speculator).__mro__[1]
+    monkeypatch.setattr(
+        upstream, "_prefill", lambda self, *_, **__: skipped.append(self.skips_head)
+    )
+    speculator._prefill(2, 2)
+    monkeypatch.setattr(speculator, "is_capturing", True)
+    for rows in (2, 8):
+        speculator._prefill(2, rows)
+    assert skipped == [False, True, False]
+    assert not speculator.skips_head
+
+
+def test_drafts_are_ranked_flatter_than_the_request_asks(auto: Any) -> None:
+    generate(auto, held_out(1, (20,)), sampling(1, (0.8,), 4))
+    temperatures = runner_of(auto).speculator.temperature.tolist()
+    assert max(temperatures) == pytest.approx(1.1 * 0.8)

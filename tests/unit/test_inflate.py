@@ -11,6 +11,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from benchmarks.inflate import TINY, Inflation, Inflator, Space
 from benchmarks.serving.cost import count_bytes
+from benchmarks.serving.prompts import cut_windows
 from benchmarks.serving.report import compare_loads, mean_ratios, merge, summarize
 from benchmarks.serving.setup import CPU_SHAPE
 from vllm_mtp.tuning.shapes import Shape
@@ -204,6 +205,15 @@ def test_a_pass_costs_what_it_should(inflator: Inflator) -> None:
 def test_unknown_parameters_are_refused(inflator: Inflator) -> None:
     with pytest.raises(ValueError, match=re.escape("model.layers.0.bias")):
         inflator.fill("model.layers.0.bias", torch.zeros(1))
+
+
+def test_prompts_of_all_lengths_end_at_the_same_text() -> None:
+    short, whole = (cut_windows(16, length, longest=512) for length in (64, 512))
+    assert {len(prompt) for prompt in short} == {64}
+    for a, b in zip(short, whole, strict=True):
+        assert a[1:] == b[-63:]
+    # No two share a cached block.
+    assert len({tuple(prompt[:16]) for prompt in [*short, *whole]}) == 32
 
 
 def test_shapes_and_summary() -> None:
