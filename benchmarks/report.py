@@ -292,7 +292,10 @@ def ramp_table(record: Record) -> str:
 
     def chose(row: Mapping[str, Any]) -> str:
         shares = row.get("auto_chose", [])
-        return ", ".join(f"{n} ({share:.0%})" for n, _, share in shares)
+        return ", ".join(
+            f"{n}{' shared' if drafts else ''} ({share:.0%})"
+            for n, _, *drafts, share in shares
+        )
 
     text = table(
         [*RAMP_COLUMNS, "auto / off", "nodes (share of steps)"],

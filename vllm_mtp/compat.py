@@ -358,14 +358,37 @@ def graph_widths(num_nodes: list[int]) -> Any:
     )
 
 
-def keep_graphs(manager: Any, batches: list[int]) -> None:
+def keep_graphs(
+    manager: Any,
+    batches: list[int],
+    ragged: list[tuple[int, int]] | None = None,
+    max_query_len: int = 0,
+) -> None:
     """Drop uniform graphs of other batch sizes, and let any batch pad to what is left.
 
     0.32, 0.33: a manager crosses every capture size with every query length, and a
     batch finds its graph only if no graph of another query length has a size between.
-    Call it before ``capture``. Can go when the manager takes batch sizes.
+    It captures uniform decode graphs or those of any query lengths, not both. Call it
+    before ``capture``. Can go when the manager takes what to capture.
+
+    Args:
+        manager: A ``CudaGraphManager``.
+        batches: Numbers of requests whose uniform graphs stay.
+        ragged: (requests, tokens) of decode graphs to add, for query lengths that
+            differ; those of most tokens a request first.
+        max_query_len: Longest query in them.
     """
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
     wanted = set(batches)
+    full = CUDAGraphMode.FULL
+    if ragged and full in manager._capture_descs:
+        manager._capture_descs[full].extend(
+            BatchExecutionDescriptor(full, tokens, requests, None, max_query_len, loras)
+            for loras in manager.lora_capture_cases
+            for requests, tokens in ragged
+        )
     kept = {
         mode: [
             desc
@@ -375,24 +398,39 @@ def keep_graphs(manager: Any, batches: list[int]) -> None:
         for mode, descs in manager._capture_descs.items()
     }
     manager._capture_descs.clear()
+    for descs in kept.values():
+        # Largest first, so that the others fit into its memory.
+        descs.sort(key=lambda desc: desc.num_tokens, reverse=True)
     manager._capture_descs.update(
         {mode: descs for mode, descs in kept.items() if descs}
     )
     manager._candidates.clear()
-    # FULL before PIECEWISE, as upstream prefers them.
-    modes = sorted(kept, key=lambda mode: mode.name != "FULL")
-    for mode in modes:
+    for mode in kept:
         families: dict[Any, list[Any]] = {}
         for desc in kept[mode]:
-            family = (desc.uniform_token_count, desc.num_active_loras)
+            family = (
+                desc.uniform_token_count,
+                desc.num_active_loras,
+                desc.max_query_len and desc.num_tokens // desc.num_reqs,
+            )
             families.setdefault(family, []).append(desc)
-        for (_, loras), descs in families.items():
+        for (_, loras, _), descs in families.items():
             start = 0
             for desc in sorted(descs, key=lambda d: d.num_tokens):
                 for num_tokens in range(start, desc.num_tokens + 1):
                     key = (num_tokens, loras)
                     manager._candidates.setdefault(key, []).append(desc)
                 start = desc.num_tokens + 1
+    for descs in manager._candidates.values():
+        # FULL before PIECEWISE, as upstream prefers them; then the least padding.
+        descs.sort(
+            key=lambda d: (
+                d.cg_mode != full,
+                d.max_query_len is not None,
+                d.num_tokens,
+                d.num_reqs or 0,
+            )
+        )
 
 
 # --- the draft model ------------------------------------------------------------------
@@ -432,6 +470,19 @@ def load_draft_model(
 
 
 # --- in the step ----------------------------------------------------------------------
+
+
+def budget_answer(starts: Any, query_start_loc: Any, num_drafts: int) -> Any:
+    """What ``reallocate_drafts`` of an adaptive verification manager returns.
+
+    0.32: three values. 0.33: a fourth, the counts on their way to the host, which only
+    batch-sharded sampling asks for.
+    """
+    from vllm.v1.worker.gpu.spec_decode import adaptive_verification
+
+    answer = (starts, query_start_loc, num_drafts)
+    counts_too = hasattr(adaptive_verification, "AdmittedDraftCounts")
+    return (*answer, None) if counts_too else answer
 
 
 def target_uniforms() -> Any:

@@ -15,8 +15,9 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logit
 
 from vllm_mtp import compat
 from vllm_mtp.attention.base import TREE_BACKENDS, TreeBuilderMixin
-from vllm_mtp.auto.ladder import graph_batches
+from vllm_mtp.auto.ladder import Rung, graph_batches, shared_graphs
 from vllm_mtp.auto.profile import load_or_measure
+from vllm_mtp.auto.sharing import NodeBudget
 from vllm_mtp.config import SettingsError
 from vllm_mtp.history import is_claimed
 from vllm_mtp.kernels.kv_commit import build_kv_table, commit_kv, commit_rows
@@ -49,6 +50,8 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
         self.new_chains: tuple[str, ...] = ()
         # While step costs are measured, dummy rows count as real ones.
         self.is_measuring = False
+        # With "shape": "auto".
+        self.budget: NodeBudget | None = None
 
     def _build_timer(self) -> PhaseTimer | None:
         """Times phases for the metrics or the trace; None when neither asks."""
@@ -86,9 +89,9 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
         if ladder is None:
             super().initialize_kv_cache(*args, **kwargs)
         else:
-            with compat.graph_widths([rung.num_nodes for rung in ladder]):
+            with compat.graph_widths([r.num_nodes for r in ladder if not r.is_shared]):
                 super().initialize_kv_cache(*args, **kwargs)
-            compat.keep_graphs(self.cudagraph_manager, graph_batches(self.max_num_reqs))
+            self._share_nodes(ladder)
         self._require_tree_backends()
         caches, groups = compat.target_kv_layers(
             self.vllm_config,
@@ -96,6 +99,22 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
             self.speculator.draft_attn_layer_names,
         )
         self.kv_table = build_kv_table(caches, groups)
+
+    def _share_nodes(self, ladder: tuple[Rung, ...]) -> None:
+        """Let a batch verify its best nodes, by vLLM's adaptive verification."""
+        self.budget = NodeBudget(
+            ladder,
+            self.tree,
+            self.req_states,
+            self.input_buffers.query_start_loc,
+            get_max_chunk_logits(self.vocab_size),
+        )
+        compat.keep_graphs(
+            self.cudagraph_manager,
+            graph_batches(self.max_num_reqs),
+            shared_graphs(ladder, self.max_num_reqs),
+            max_query_len=self.budget.widest + 1,
+        )
 
     def _require_tree_backends(self) -> None:
         """Refuse a backend that would attend to tree rows as if they were a chain."""
@@ -127,17 +146,19 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
             agree=lambda answer: bool(group.broadcast_object(answer, src=0)),
         )
 
-    def _run_dummy_step(self, num_nodes: int, batch: int, context: int) -> None:
+    def _run_dummy_step(self, rung: Rung, batch: int, context: int) -> None:
         """One decode step of placeholder requests: target, head and drafts.
 
         Their tokens are random, since equal ones would all go to the same experts. Not
-        timed is what comes after the head, a few passes over the logits.
+        timed is what comes after the head, a few passes over the logits. Where nodes
+        are shared, every request gets as many here.
         """
         own: Any = self.decode_query_len  # type: ignore[has-type]
-        self.decode_query_len, self.speculator.dummy_nodes = num_nodes + 1, num_nodes
+        self.decode_query_len = rung.num_nodes + 1
+        self.speculator.dummy_nodes = rung.num_drafts
         self.is_measuring = True
         try:
-            rows = batch * (num_nodes + 1)
+            rows = batch * (rung.num_nodes + 1)
             hidden_states, _ = self._dummy_run(
                 rows, uniform_decode=True, context_len=context, randomize_inputs=True
             )
@@ -160,6 +181,15 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
         self.new_chains = tuple(req_id for (_, req_id), c in chains.items() if c)
         if self.collector is not None:
             self.collector.add_requests(scheduler_output.scheduled_new_reqs)
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """As upstream's, with adaptive verification where requests share nodes."""
+        budget = self.budget
+        if budget is not None and not budget.serves(scheduler_output):
+            budget = None
+        self.adaptive_verification = budget
+        self.tree_attn.ragged_query_len = budget.widest + 1 if budget else 0
+        return super().execute_model(scheduler_output, *args, **kwargs)
 
     def prepare_attn(self, input_batch: Any) -> Any:
         """Slots from linear positions as upstream, then tree positions and masks."""

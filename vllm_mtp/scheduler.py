@@ -31,9 +31,10 @@ class TreeSchedulerMixin(_Upstream):  # type: ignore[misc]
         self.tree_counts: Counter[str] = Counter()
         self._note = note_of(config.shape, config.shape.num_steps)
         self._chains: set[str] = set()
-        # Nodes drafted -> depth, where trees have several sizes.
+        # Nodes drafted -> depth and nodes verified, where trees have several sizes.
         ladder = build_ladder(config.shape) if config.auto else ()
-        self._depths = {rung.num_nodes: rung.num_steps for rung in ladder}
+        self._depths = {rung.num_drafts: rung.num_steps for rung in ladder}
+        self._nodes = {rung.num_drafts: rung.num_nodes for rung in ladder}
         self._depth = config.shape.num_steps
         # Drafts that the pass scheduled last asks its drafter for.
         self._drafts_asked = self.num_spec_tokens
@@ -62,7 +63,9 @@ class TreeSchedulerMixin(_Upstream):  # type: ignore[misc]
         """Called for each step of a request that had drafts and whose output counts."""
         if self.log_stats:
             request = self.requests[step["request_id"]]
+            # What this one verified of a shared number, only the worker knows.
             nodes = step["num_draft_tokens"]
+            nodes = self._nodes.get(nodes, nodes)
             if self._is_chain(request):
                 nodes = min(nodes, self._depth)
             self.tree_counts["nodes_verified"] += nodes
@@ -93,6 +96,7 @@ class TreeSchedulerMixin(_Upstream):  # type: ignore[misc]
             self._count_drafting(request)
         if decoding:
             widest = max(map(len, drafts.values()), default=0)
+            widest = self._nodes.get(widest, widest)
             self.tree_counts[f"passes/{widest}"] += 1
 
     def _why_no_drafts(self, request: Any, scheduled: Any) -> str:

@@ -233,9 +233,9 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         self.skips_head = False
 
     def _depth_of(self, num_nodes: int) -> int:
-        """Levels to run for a tree of so many nodes."""
+        """Levels to run for so many drafts."""
         for rung in self.ladder or ():
-            if rung.num_nodes == num_nodes:
+            if rung.num_drafts == num_nodes:
                 return rung.num_steps
         return self.shape.num_steps
 

@@ -8,7 +8,6 @@ speculation, and the walk follows the drawn tokens (docs/verification.md).
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -167,7 +166,7 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]
             logits[rows],
             num_logprobs,
             tokens,
-            batch.cu_num_logits_np.tolist() if expanded else None,
+            batch.cu_num_logits.clone() if expanded else None,
             self.sampler.logprob_token_ids_state,
             batch.expanded_idx_mapping,
             max_token_ids,
@@ -181,9 +180,7 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]
 
         Past the end of a path the row is any of the request's and the token is 0.
         """
-        counts = np.diff(batch.cu_num_logits_np)
-        reqs_np = np.repeat(np.arange(batch.num_reqs), counts)
-        reqs = async_tensor_h2d(reqs_np, device=batch.cu_num_logits.device)
+        reqs = _requests_of_rows(batch)
         place = batch.expanded_local_pos.long()
         rows = batch.cu_num_logits[reqs].long() + self.tree.path[reqs, place].long()
         return rows, emitted[reqs, place]
@@ -219,6 +216,18 @@ def _mask_drafts(
     drafts_per_req = batch.num_draft_tokens_per_req
     placeholder = batch.is_prefilling_np & (drafts_per_req > 0)
     if placeholder.any():
-        rows = np.repeat(placeholder, np.diff(batch.cu_num_logits_np))
-        drafted = drafted.masked_fill(async_tensor_h2d(rows, device=fed.device), -1)
+        by_request = async_tensor_h2d(placeholder, device=fed.device)
+        drafted = drafted.masked_fill(by_request[_requests_of_rows(batch)], -1)
     return drafted
+
+
+def _requests_of_rows(batch: InputBatch) -> torch.Tensor:
+    """The request of every logits row, ``[num_logits]``.
+
+    By the device's counts: the host's are equal shares where a batch shares its nodes.
+    """
+    starts = batch.cu_num_logits
+    reqs = torch.arange(batch.num_reqs, device=starts.device)
+    return reqs.repeat_interleave(
+        starts.diff(), output_size=int(batch.cu_num_logits_np[-1])
+    )

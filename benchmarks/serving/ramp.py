@@ -214,7 +214,7 @@ class Traffic:
         if self.policy is None:
             return
         rung = self.policy.ladder[self.policy.current]
-        tally.rungs[rung.num_nodes, rung.num_steps] += 1
+        tally.rungs[tuple(rung.to_list())] += 1
         if self.policy.current != self.rung:
             self.rung = self.policy.current
             self.changes.append(round(seconds, 3))

@@ -10,6 +10,7 @@ from tests.e2e.test_ids import LENGTHS, sampling
 from tests.e2e.test_metrics import read_counts
 from tests.helpers.engine import counters, engine, generate, runner_of
 from tests.helpers.prompts import held_out
+from vllm_mtp.auto.ladder import Rung
 
 AUTO = {"method": "mtp_tree", "shape": "auto"}
 COUNT, TOKENS = 8, 64
@@ -76,8 +77,9 @@ def check_counts(counts: Counter[str], sizes: set[int]) -> None:
     # The last pass of a request may emit more than it was asked for.
     emitted = drafts + counts["spec_decode_num_accepted_tokens"] + sum(without.values())
     assert COUNT * TOKENS <= emitted <= COUNT * (TOKENS + 5)
+    # Where nodes are shared, more are drafted for each request than it verifies.
     verified = counts["mtp_tree_nodes_verified"]
-    assert verified == counts["spec_decode_num_draft_tokens"]
+    assert 0.5 < verified / counts["spec_decode_num_draft_tokens"] < 1
     widths = {int(k.split("/")[1]): n for k, n in counts.items() if "passes" in k}
     assert widths.keys() == sizes
     least, most = (sum(w * n for w, n in widths.items()) * k for k in (1, COUNT))
@@ -166,7 +168,7 @@ def test_measured_steps_have_real_rows(
         return propose(input_batch=input_batch, **kwargs)
 
     monkeypatch.setattr(speculator, "propose", watch)
-    runner._run_dummy_step(3, 2, 16)
+    runner._run_dummy_step(Rung(3, 3), 2, 16)
     ((tokens, padded),) = seen
     assert len(tokens) == 8
     assert len(set(tokens)) > 4

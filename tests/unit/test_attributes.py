@@ -19,6 +19,7 @@ from vllm_mtp.worker import TreeWorker
 
 MEANT = {
     # Put in place of vLLM's, on purpose.
+    "adaptive_verification",
     "decode_cudagraph_manager",
     "decode_query_len",
     "dynamic_sd_lookup",

@@ -11,12 +11,19 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 )
 
 from vllm_mtp import compat
-from vllm_mtp.auto.ladder import build_ladder, graph_batches, graph_sizes
+from vllm_mtp.auto.ladder import (
+    build_ladder,
+    graph_batches,
+    graph_sizes,
+    shared_graphs,
+)
 from vllm_mtp.config import TreeShape
 
 LARGEST = TreeShape(6, 3, 15)
 MAX_REQS = 40
-WIDTHS = [rung.num_nodes + 1 for rung in build_ladder(LARGEST)]
+LADDER = build_ladder(LARGEST)
+WIDTHS = [rung.num_nodes + 1 for rung in LADDER if not rung.is_shared]
+RAGGED = shared_graphs(LADDER, MAX_REQS)
 
 
 def make_manager(*, piecewise: bool) -> SimpleNamespace:
@@ -46,6 +53,7 @@ def make_manager(*, piecewise: bool) -> SimpleNamespace:
         # As vLLM leaves them: graphs that are dropped are candidates too.
         _candidates={(size, 0): list(descs[CUDAGraphMode.FULL]) for size in sizes},
         _graphs_captured=True,
+        lora_capture_cases=[0],
         _resolve_effective_loras=lambda loras: loras,
     )
 
@@ -68,6 +76,36 @@ def test_every_batch_and_width_has_the_next_larger_graph(piecewise: bool) -> Non
             assert desc.cg_mode == CUDAGraphMode.FULL
             assert desc.uniform_token_count == width
             assert desc.num_reqs == min(b for b in batches if b >= reqs)
+
+
+@pytest.mark.parametrize("piecewise", [False, True])
+def test_batches_that_share_nodes_have_graphs_of_any_query_lengths(
+    piecewise: bool,
+) -> None:
+    manager = make_manager(piecewise=piecewise)
+    compat.keep_graphs(manager, graph_batches(MAX_REQS), RAGGED, max_query_len=9)
+    kept = manager._capture_descs[CUDAGraphMode.FULL]
+    assert [d for d in kept if d.max_query_len] == [
+        BatchExecutionDescriptor(CUDAGraphMode.FULL, tokens, reqs, None, 9)
+        for reqs, tokens in sorted(RAGGED, key=lambda size: -size[1])
+    ]
+    for nodes in (2, 3, 5):
+        for reqs in range(20, MAX_REQS + 1):
+            rows = reqs * (nodes + 1)
+            desc = CudaGraphManager.dispatch(manager, reqs, rows, None, 0, 7)
+            assert desc.cg_mode == CUDAGraphMode.FULL
+            assert (desc.num_reqs, desc.num_tokens) == min(
+                (r, t) for r, t in RAGGED if r >= reqs and t >= rows
+            )
+    # Not for prefills, and not in the way of batches of equal lengths.
+    desc = CudaGraphManager.dispatch(manager, 32, 96, None, 0, None)
+    assert desc.max_query_len is None
+    for width in WIDTHS:
+        for reqs in range(1, MAX_REQS + 1):
+            desc = CudaGraphManager.dispatch(
+                manager, reqs, reqs * width, width, 0, width
+            )
+            assert desc.uniform_token_count == width
 
 
 def test_mixed_batches_have_piecewise_graphs() -> None:

@@ -13,7 +13,14 @@ from vllm_mtp.auto.costs import (
     default_table,
     interpolate,
 )
-from vllm_mtp.auto.ladder import OFF, Rung, build_ladder, graph_batches, graph_sizes
+from vllm_mtp.auto.ladder import (
+    OFF,
+    Rung,
+    build_ladder,
+    graph_batches,
+    graph_sizes,
+    shared_graphs,
+)
 from vllm_mtp.auto.profile import fill_table
 from vllm_mtp.config import AUTO_SIZES, SettingsError, TreeShape, parse_settings
 
@@ -25,7 +32,37 @@ def test_ladder_ends_with_the_largest_tree() -> None:
     assert LADDER[0] == OFF
     assert LADDER[-1] == Rung(15, 6)
     nodes = [rung.num_nodes for rung in LADDER]
-    assert nodes == sorted(set(nodes))
+    assert nodes == sorted(nodes)
+    equal = [rung.num_nodes for rung in LADDER if not rung.is_shared]
+    assert equal == sorted(set(equal))
+
+
+@pytest.mark.parametrize("nodes", range(2, 25))
+def test_drafts_name_a_rung(nodes: int) -> None:
+    """Catches: a size of one's own that shares its number with a shared rung."""
+    ladder = build_ladder(TreeShape(6, 4, nodes))
+    drafts = [rung.num_drafts for rung in ladder]
+    assert len(set(drafts)) == len(drafts)
+    assert max(drafts) == nodes
+    for rung in ladder:
+        assert rung.num_drafts >= rung.num_nodes
+
+
+def test_batches_that_share_have_graphs() -> None:
+    sizes = shared_graphs(LADDER, 200)
+    assert {tokens // reqs for reqs, tokens in sizes} == {3, 4, 6}
+    assert {reqs for reqs, _ in sizes} == {32, 64, 96, 128, 192, 200}
+    assert all(tokens <= 2048 for _, tokens in shared_graphs(LADDER, 1024))
+    assert shared_graphs(LADDER, 16) == []
+
+
+def test_sharing_accepts_more_of_certain_text() -> None:
+    shared, equal = Rung(3, 6, 6), Rung(3, 6)
+    gains = [
+        sum(tree_acceptance(shared, 3, p, 1.0)) / sum(tree_acceptance(equal, 3, p, 1.0))
+        for p in (0.3, 0.47, 0.6, 0.74)
+    ]
+    assert gains == pytest.approx([1, 1, 1.096, 1.2], abs=0.01)
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 2), (2, 2, 6), (3, 4, 7), (16, 2, 20)])
@@ -129,7 +166,7 @@ def test_the_model_learns_a_drafter_of_its_kind(p: float, decay: float) -> None:
 def test_a_factor_learns_what_the_model_misses() -> None:
     """Two rungs used in turn, of which one accepts less than the model says."""
     model = AcceptanceModel(LADDER, 3)
-    small, large = 3, 6
+    small, large = LADDER.index(Rung(3, 3)), LADDER.index(Rung(15, 6))
     for _ in range(60):
         for rung, counts in ((small, [0, 1, 2, 3]), (large, [0, 1, 2, 4])):
             for _ in range(20):
@@ -181,6 +218,13 @@ def test_points_not_measured_are_filled_in() -> None:
     found |= {(1, 1, 1): 15.0, (1, 1, 8): 14.0}
     table = fill_table(found, 2, [1, 8], [1, 9])
     assert table.times[1] == ((15.0, 15.0), (30.0, 30.0))
+
+
+def test_sizes_of_large_batches_cost_before_them_what_they_cost_there() -> None:
+    found = {(0, 1, 1): 10.0, (0, 1, 32): 12.0, (0, 1, 64): 13.0}
+    found |= {(1, 1, 32): 20.0, (1, 1, 64): 22.0}
+    table = fill_table(found, 2, [1, 32, 64], [1])
+    assert table.times[1] == ((20.0, 20.0, 22.0),)
 
 
 def test_cost_file_round_trip() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from vllm_mtp.auto.acceptance import AcceptanceModel, tree_acceptance
 from vllm_mtp.auto.costs import CostModel, CostTable, default_table
-from vllm_mtp.auto.ladder import build_ladder
+from vllm_mtp.auto.ladder import SHARED_FROM, build_ladder
 from vllm_mtp.auto.policy import PROBE_EVERY, Policy
 from vllm_mtp.config import TreeShape
 
@@ -20,6 +20,7 @@ class World:
 
     def __init__(self, row_price: float, p: float, decay: float, seed: int = 0) -> None:
         self.row_price, self.p, self.decay = row_price, p, decay
+        self.shares = True
         self.rng = random.Random(seed)
         self.depths = [tree_acceptance(rung, TOPK, p, decay) for rung in LADDER]
 
@@ -31,6 +32,8 @@ class World:
         return 1 + sum(tree_acceptance(LADDER[rung], TOPK, self.p, self.decay))
 
     def rate(self, rung: int, batch: int) -> float:
+        if LADDER[rung].is_shared and not (self.shares and batch >= SHARED_FROM):
+            return 0.0
         return batch * self.length(rung) / self.cost(rung, batch)
 
     def best(self, batch: int) -> float:
@@ -83,6 +86,7 @@ def test_it_gets_close_to_the_best(batch: int, p: float, row_price: float) -> No
 @pytest.mark.parametrize("batch", [1, 32, 256])
 def test_without_measured_costs_it_learns_them(batch: int) -> None:
     world = World(0.05, 0.6, 0.9)
+    world.shares = False  # nor does the policy, before costs are measured
     policy = make_policy()
     world.run(policy, batch, 3 * PROBE_EVERY)
     assert world.run(policy, batch, 800) > 0.93

@@ -56,7 +56,9 @@ def test_every_running_request_fits_into_a_pass(
     monkeypatch.setattr(
         scheduler.shape_policy, "choose", lambda batch, context: len(LADDER) - 1
     )
-    scheduler.running = [SimpleNamespace(num_computed_tokens=9)] * running
+    scheduler.running = [
+        SimpleNamespace(num_computed_tokens=9, use_structured_output=False)
+    ] * running
     scheduler.max_num_scheduled_tokens = 64
     assert scheduler[scheduled] == nodes
 

@@ -207,7 +207,7 @@ def test_traffic_counts_each_window(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_traffic_notes_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     def switch(engine: Engine) -> None:
-        engine.policy.current = 3 if engine.now > 11 else 1
+        engine.policy.current = 4 if engine.now > 11 else 1
 
     policy = Policy(
         LADDER,

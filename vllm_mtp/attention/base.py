@@ -149,7 +149,7 @@ class TreeBuilderMixin:
                 max_prefix_len=common.max_seq_len,
                 role="draft",
             )
-        num_reqs, num_rows, max_query_len = self._find_trees(metadata, common)
+        num_reqs, num_rows, max_query_len = self._find_trees(state, metadata, common)
         query_start_loc = common.query_start_loc[: num_reqs + 1]
         prefix_lens = state.prefix_lens[:num_reqs]
         torch.sub(common.seq_lens[:num_reqs], query_start_loc[1:], out=prefix_lens)
@@ -169,13 +169,19 @@ class TreeBuilderMixin:
             else self.build_rest(metadata, common, num_reqs, num_rows),
         )
 
-    def _find_trees(self: Any, metadata: Any, common: Any) -> tuple[int, int, int]:
+    def _find_trees(
+        self: Any, state: TreeAttnState, metadata: Any, common: Any
+    ) -> tuple[int, int, int]:
         """Requests, rows and longest query of the pass up to the widest tree.
 
         vLLM puts requests with drafts first, so what is behind are short prefills.
         """
         num_reqs, num_rows = metadata.num_decodes, metadata.num_decode_tokens
         longest = min(common.max_query_len, self.reorder_batch_threshold)
+        ragged = state.ragged_query_len
+        if not self._capturing and ragged:
+            # A graph for batches that share is captured with the longest query of all.
+            longest = max(longest, ragged)
         if longest <= self.max_tree_rows:
             return num_reqs, num_rows, longest
         starts = common.query_start_loc_cpu[: num_reqs + 1].tolist()
@@ -183,7 +189,8 @@ class TreeBuilderMixin:
         num_reqs = next(
             (r for r, n in enumerate(lengths) if n > self.max_tree_rows), num_reqs
         )
-        return num_reqs, starts[num_reqs], max(lengths[:num_reqs], default=0)
+        longest = max(lengths[:num_reqs], default=0)
+        return num_reqs, starts[num_reqs], max(longest, ragged)
 
     def build_rest(
         self: Any, metadata: Any, common: Any, num_reqs: int, num_rows: int

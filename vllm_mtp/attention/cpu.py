@@ -34,7 +34,9 @@ class TreeCPUMLAMetadataBuilder(
         super()._init_reorder_batch_threshold(*args, **kwargs)
         self.reorder_batch_threshold = ANY_LENGTH
 
-    def _find_trees(self: Any, metadata: Any, common: Any) -> tuple[int, int, int]:
+    def _find_trees(
+        self: Any, state: Any, metadata: Any, common: Any
+    ) -> tuple[int, int, int]:
         # The impl tells them apart, and its causal path uses the same metadata.
         return metadata.num_decodes, metadata.num_decode_tokens, common.max_query_len
 

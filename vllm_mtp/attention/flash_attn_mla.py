@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.mla.flashattn_mla import (
 
 from vllm_mtp.attention.base import TreeBuilderMixin, TreeImplMixin
 from vllm_mtp.attention.splits import fit_splits
-from vllm_mtp.attention.state import TreeAttnMetadata
+from vllm_mtp.attention.state import TreeAttnMetadata, get_state
 
 
 class TreeFlashAttnMLAMetadataBuilder(
@@ -39,6 +39,7 @@ class TreeFlashAttnMLAMetadataBuilder(
         """
         most: int = self.max_num_splits  # type: ignore[has-type]
         rows = kwargs["num_decode_tokens"]
+        kwargs = self._bound_queries(kwargs)
         self.max_num_splits = fit_splits(
             most, rows * self.num_heads * self.mla_dims.kv_lora_rank * 4
         )
@@ -46,6 +47,17 @@ class TreeFlashAttnMLAMetadataBuilder(
             return super()._build_decode(*args, **kwargs)
         finally:
             self.max_num_splits = most
+
+    def _bound_queries(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Upstream takes the longest query from the host's lengths, which are only
+        equal shares where a batch shares its nodes."""
+        state = get_state()
+        longest = state.ragged_query_len if state is not None else 0
+        if self._capturing:
+            longest = kwargs["max_query_len"]
+        if longest <= int(kwargs["query_start_loc_cpu"].diff().max()):
+            return kwargs
+        return kwargs | {"query_start_loc_cpu": torch.tensor([0, longest])}
 
     def _schedule_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         # A draft level has no causal pass.

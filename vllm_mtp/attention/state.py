@@ -70,6 +70,10 @@ class TreeAttnState:
     verify_active: bool = False
     """Host: the batch being built holds drafts."""
 
+    ragged_query_len: int = 0
+    """Host: longest query where the requests of the batch being built share their
+    nodes, so that the host's query lengths are only equal shares; otherwise 0."""
+
     drafting: bool = False
     """Host: a draft level runs, so the MTP layer writes its KV to the scratch cache."""
 

@@ -43,6 +43,11 @@ NOISE = 1.2
 
 FACTOR_RANGE = (0.75, 1.33)
 
+SHARING, CERTAIN = {2: 0.2, 3: 0.2, 5: 0.07}, (0.47, 0.27)
+"""How many more nodes a batch accepts that shares its N nodes a request, at the ``p``
+of greedy text; nothing at that of noise, and between them along a line. From traced
+trees (benchmarks/shared_budget.py); what it really is, serving tells."""
+
 FADE = 0.98
 """Of a factor at each visit, so that all together cannot wander off."""
 
@@ -77,6 +82,10 @@ def tree_acceptance(rung: Rung, topk: int, p: float, decay: float) -> list[float
         if depth < rung.num_steps:
             for share in by_depth[depth]:
                 heapq.heappush(heap, (negative * share, depth + 1))
+    if rung.is_shared:
+        certainty = max((p - CERTAIN[0]) / CERTAIN[1], 0.0)
+        more = 1 + SHARING.get(rung.num_nodes, 0.0) * certainty
+        reached = [min(chance * more, 0.995) for chance in reached]
     return reached
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_mtp.auto.ladder import Rung
 
-VERSION = 2
+VERSION = 3
 """Of the cache file."""
 
 COMMON_MEMORY, MEMORY = 8.0, 32.0
@@ -46,7 +46,7 @@ class CostTable:
             {
                 "version": VERSION,
                 "key": key,
-                "rungs": [[r.num_nodes, r.num_steps] for r in ladder],
+                "rungs": _names(ladder),
                 "batches": self.batches,
                 "contexts": self.contexts,
                 "times_ms": self.times,
@@ -65,7 +65,7 @@ class CostTable:
             found: Any = json.loads(text)
             if found["version"] != VERSION or found["key"] != key:
                 raise CostCacheError("it was made for another model, GPU or setting")
-            if found["rungs"] != [[r.num_nodes, r.num_steps] for r in ladder]:
+            if found["rungs"] != _names(ladder):
                 raise CostCacheError("it was made for other tree sizes")
             table = cls(
                 tuple(int(b) for b in found["batches"]),
@@ -104,6 +104,10 @@ class CostTable:
         except (OSError, UnicodeDecodeError) as error:
             raise CostCacheError(f"it cannot be read ({error})") from error
         return cls.from_json(text, key, ladder)
+
+
+def _names(ladder: Sequence[Rung]) -> list[list[int]]:
+    return [[rung.num_nodes, rung.num_steps, rung.num_drafts] for rung in ladder]
 
 
 def _is_axis(points: Sequence[int]) -> bool:

@@ -5,10 +5,18 @@ from dataclasses import dataclass
 from vllm_mtp.config import TreeShape
 
 PAIRS = ((1, 1), (2, 2), (3, 3), (5, 3), (7, 6), (15, 6))
-"""(N, S) of the rungs. Each N occurs once, so that the count of draft tokens, which
-vLLM's scheduler hands to the worker, names the rung. Chosen in simulation on traced
-trees: sampled text wants shallow trees, greedy text deep ones, large batches small
-ones. With the root, 8 and 16 rows fill the tiles of attention kernels."""
+"""(N, S) of the rungs. Chosen in simulation on traced trees: sampled text wants
+shallow trees, greedy text deep ones, large batches small ones. With the root, 8 and 16
+rows fill the tiles of attention kernels."""
+
+SHARED = ((2, 3, 4), (3, 6, 6), (5, 6, 8))
+"""(N, S, drafts) of the rungs whose batch shares its nodes: a request drafts and may
+verify so many, and N on average. Its drafts, too, name a rung, so no number of drafts
+occurs twice here and in ``PAIRS``."""
+
+SHARED_FROM = 32
+"""Requests from which on a batch shares: smaller ones have room for equal trees that
+are larger, and gain less."""
 
 GRAPH_BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 """Batch sizes with CUDA graphs; a batch between two runs padded to the next."""
@@ -23,25 +31,53 @@ class Rung:
     """One size of tree; ``num_nodes`` 0 is no speculation."""
 
     num_nodes: int
-    """N, drafted nodes verified per step."""
+    """N, drafted nodes that a request verifies per step, on average."""
 
     num_steps: int
     """S, the greatest depth."""
+
+    num_drafts: int = -1
+    """Nodes that a request drafts, and the most it may verify; -1: N. The scheduler
+    hands this number to the worker, so it names the rung."""
+
+    def __post_init__(self) -> None:
+        if self.num_drafts < 0:
+            object.__setattr__(self, "num_drafts", self.num_nodes)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the batch verifies its best nodes, not every request as many."""
+        return self.num_drafts > self.num_nodes
+
+    def to_list(self) -> list[int]:
+        """N and S, and the drafts of a request where it is shared."""
+        shared = [self.num_drafts] if self.is_shared else []
+        return [self.num_nodes, self.num_steps, *shared]
 
 
 OFF = Rung(0, 0)
 
 
 def build_ladder(largest: TreeShape) -> tuple[Rung, ...]:
-    """Off, then every rung that ``largest`` holds, ``largest`` itself last."""
+    """Off, then every rung that ``largest`` holds, ``largest`` itself last.
+
+    A shared rung comes after the equal one of as many nodes, if that is there too.
+    """
     rungs = [OFF]
+    shared = {nodes: (steps, drafts) for nodes, steps, drafts in SHARED}
     for nodes, steps in PAIRS:
         if nodes >= largest.num_nodes:
             break
         steps = min(steps, largest.num_steps)
         cand = TreeShape(largest.num_steps, largest.topk, 1).candidates_of(steps)
-        if nodes <= cand:
-            rungs.append(Rung(nodes, steps))
+        if nodes > cand:
+            continue
+        rungs.append(Rung(nodes, steps))
+        deep, drafts = shared.get(nodes, (0, 0))
+        if 0 < deep <= largest.num_steps and drafts < largest.num_nodes:
+            cand = TreeShape(largest.num_steps, largest.topk, 1).candidates_of(deep)
+            if drafts <= cand:
+                rungs.append(Rung(nodes, deep, drafts))
     rungs.append(Rung(largest.num_nodes, largest.num_steps))
     return tuple(rungs)
 
@@ -49,6 +85,17 @@ def build_ladder(largest: TreeShape) -> tuple[Rung, ...]:
 def graph_batches(max_num_seqs: int) -> list[int]:
     """Batch sizes to capture, the largest possible batch last."""
     return [b for b in GRAPH_BATCHES if b < max_num_seqs] + [max_num_seqs]
+
+
+def shared_graphs(ladder: tuple[Rung, ...], max_num_seqs: int) -> list[tuple[int, int]]:
+    """(requests, rows) of the verify graphs for batches that share their nodes."""
+    sizes = {rung.num_nodes + 1 for rung in ladder if rung.is_shared}
+    return [
+        (batch, batch * width)
+        for width in sorted(sizes, reverse=True)
+        for batch in graph_batches(max_num_seqs)
+        if batch >= SHARED_FROM and batch * width <= MAX_GRAPH_ROWS
+    ]
 
 
 def graph_sizes(ladder: tuple[Rung, ...], topk: int, max_num_seqs: int) -> list[int]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from vllm_mtp.auto.acceptance import AcceptanceModel
 from vllm_mtp.auto.costs import CostModel
-from vllm_mtp.auto.ladder import Rung
+from vllm_mtp.auto.ladder import SHARED_FROM, Rung
 
 DECIDE_EVERY = 8
 """Steps between two decisions while the batch stays about the same."""
@@ -59,11 +59,19 @@ class Policy:
         self.last_used = [-REST] * len(ladder)
         self.num_switches = 0
         self.choice = Choice(0, 1.0, 0.0)
+        # Whether every request may verify nodes of its own number.
+        self.may_share = True
 
     def rate(self, rung: int, batch: int, context: int) -> float:
-        """Tokens per millisecond promised for the whole batch."""
+        """Tokens per millisecond promised for the whole batch; 0: not for this one."""
+        if self.ladder[rung].is_shared and not self._may_share(batch):
+            return 0.0
         length = self.acceptance.predict(rung)
         return batch * length / self.costs.predict(rung, batch, context)
+
+    def _may_share(self, batch: int) -> bool:
+        """Without measured costs there is enough to learn about equal trees."""
+        return self.may_share and self.costs.is_measured and batch >= SHARED_FROM
 
     def choose(self, batch: int, context: int) -> int:
         """The rung to draft in this step, for a batch of decoding requests."""

@@ -19,7 +19,7 @@ from vllm_mtp.auto.costs import (
     NoCostFileError,
     interpolate,
 )
-from vllm_mtp.auto.ladder import Rung, graph_batches
+from vllm_mtp.auto.ladder import SHARED_FROM, Rung, graph_batches
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -81,7 +81,7 @@ def cost_path(key: str) -> Path:
 def load_or_measure(
     vllm_config: Any,
     ladder: Sequence[Rung],
-    run_step: Callable[[int, int, int], None],
+    run_step: Callable[[Rung, int, int], None],
     is_first_rank: bool,
     agree: Callable[[bool], bool],
 ) -> None:
@@ -90,7 +90,7 @@ def load_or_measure(
     Args:
         vllm_config: The engine's.
         ladder: All rungs.
-        run_step: ``run_step(num_nodes, batch, context)`` runs one dummy decode step.
+        run_step: ``run_step(rung, batch, context)`` runs one dummy decode step.
         is_first_rank: Whether this process writes the file.
         agree: Gives every rank the first rank's answer, since they measure together.
     """
@@ -133,7 +133,7 @@ def load_or_measure(
 def measure(
     vllm_config: Any,
     ladder: Sequence[Rung],
-    run_step: Callable[[int, int, int], None],
+    run_step: Callable[[Rung, int, int], None],
     agree: Callable[[bool], bool],
 ) -> CostTable:
     """Time every rung at a few batch sizes and contexts.
@@ -153,7 +153,9 @@ def measure(
     for context in contexts:
         for batch in batches:
             for index, rung in enumerate(ladder):
-                if batch * (rung.num_nodes + 1) > max_rows:
+                if batch * (rung.num_drafts + 1) > max_rows:
+                    continue
+                if rung.is_shared and batch < SHARED_FROM:
                     continue
                 if context != contexts[0] and index and batch not in batches[::-3]:
                     continue
@@ -161,7 +163,7 @@ def measure(
                 if context != contexts[0] and agree(late):
                     continue
                 found[index, context, batch] = _time_point(
-                    functools.partial(run_step, rung.num_nodes, batch, context), agree
+                    functools.partial(run_step, rung, batch, context), agree
                 )
     return fill_table(found, len(ladder), batches, contexts)
 
@@ -193,6 +195,10 @@ def fill_table(
         shortest: list[float] = []
         for at, batch in enumerate(batches):
             value = found.get((rung, contexts[0], batch))
+            if value is None and not shortest:
+                # A size of larger batches only.
+                known = (found.get((rung, contexts[0], b)) for b in batches)
+                value = next((time for time in known if time is not None), None)
             if value is None:
                 # Too many rows for one pass: as dear as it would have to be.
                 last = shortest[-1] * batch / batches[at - 1] if shortest else 500.0

@@ -37,7 +37,7 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         config = compat.read_config(self.vllm_config)
         ladder = build_ladder(config.shape)
-        self.rung_of = {rung.num_nodes: i for i, rung in enumerate(ladder)}
+        self.rung_of = {rung.num_drafts: i for i, rung in enumerate(ladder)}
         table = self._load_costs(ladder)
         self.shape_policy = Policy(
             ladder,
@@ -69,11 +69,13 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
             return None
 
     def __getitem__(self, num_scheduled: int) -> int:
-        """Nodes to draft in a step of so many requests (``dynamic_sd_lookup``)."""
+        """Drafts of a request in a step of so many (``dynamic_sd_lookup``)."""
         policy = self.shape_policy
         if self._lookups % 8 == 0 and self.running:
             total = sum(request.num_computed_tokens for request in self.running)
             self._context = max(total // len(self.running), 1)
+            # The rows of a grammar are filled in on the host.
+            policy.may_share = not any(r.use_structured_output for r in self.running)
         self._lookups += 1
         if self.max_context is not None and self._context > self.max_context:
             return 0
@@ -81,9 +83,9 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
         self._log()
         # A pass that is full leaves out the last requests, step after step.
         rows = self.max_num_scheduled_tokens // max(num_scheduled, len(self.running))
-        while rung and policy.ladder[rung].num_nodes >= rows:
+        while rung and policy.ladder[rung].num_drafts >= rows:
             rung -= 1
-        return policy.ladder[rung].num_nodes
+        return policy.ladder[rung].num_drafts
 
     def _log(self) -> None:
         choice, now = self.shape_policy.choice, time.monotonic()
@@ -92,9 +94,10 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
         self._logged = (now, choice.rung)
         rung = self.shape_policy.ladder[choice.rung]
         logger.info(
-            "mtp_tree: auto shape is now %d nodes, depth %d, at batch %d (expects "
+            "mtp_tree: auto shape is now %d nodes%s, depth %d, at batch %d (expects "
             "accept length %.2f and %.1f ms a step; %d changes so far)",
             rung.num_nodes,
+            " on average" if rung.is_shared else "",
             rung.num_steps,
             self.shape_policy.decided_batch,
             choice.accept_length,

@@ -245,13 +245,13 @@ def build_report(
 
 
 def _list_sizes(settings: ParsedSettings) -> list[list[int]]:
-    """N and S of every size that ``"shape": "auto"`` chooses from; one if fixed."""
+    """Every size that ``"shape": "auto"`` chooses from (``Rung.to_list``)."""
     from vllm_mtp.auto.ladder import build_ladder
 
     shape = settings.config.shape
     if not settings.config.auto:
         return [[shape.num_nodes, shape.num_steps]]
-    return [[rung.num_nodes, rung.num_steps] for rung in build_ladder(shape)]
+    return [rung.to_list() for rung in build_ladder(shape)]
 
 
 def list_buffers(
@@ -354,7 +354,11 @@ def _print_tree(console: Console, report: Mapping[str, Any]) -> None:
     title = "Tree"
     if report["settings"]["shape"] == "auto":
         title = "Largest tree"
-        found = ", ".join(f"{n} ({s})" for n, s in report["sizes"] if n)
+        found = ", ".join(
+            f"{n}{f' on average, {drafts[0]} at most' if drafts else ''} ({s})"
+            for n, s, *drafts in report["sizes"]
+            if n
+        )
         console.print(Text("Sizes", "bold"))
         console.print(
             "The shape follows the load: nothing is drafted, or so many nodes (in so "

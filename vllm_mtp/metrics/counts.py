@@ -38,7 +38,7 @@ def totals(config: MTPConfig) -> dict[str, Total]:
     """Name without ``PREFIX`` -> total, for a server with these settings."""
     widths = [config.shape.num_nodes]
     if config.auto:
-        widths = [rung.num_nodes for rung in build_ladder(config.shape)]
+        widths = sorted({rung.num_nodes for rung in build_ladder(config.shape)})
     found = {
         "nodes_drafted": Total("Candidates drafted; the root is never counted."),
         "nodes_verified": Total(

@@ -65,6 +65,7 @@ class TreeCollector:
                 "positions": input_batch.positions[roots],
                 "fed": fed,
                 "drawn": drawn,
+                "starts": input_batch.cu_num_logits,
             }
         )
         step, req_ids = self.step, list(input_batch.req_ids)
@@ -72,13 +73,12 @@ class TreeCollector:
             self.timer.last_ms(phase) if self.timer is not None else _no_time
             for phase in ("drafting", "verifying")
         ]
-        starts = input_batch.cu_num_logits_np.copy()
 
         def finish() -> TreeStep:
             wait()
             draft_ms, verify_ms = (time() for time in times)
             host: dict[str, Any] = {n: tensor.numpy() for n, tensor in arrays.items()}
-            width = host["parents"].shape[1]
+            width, starts = host["parents"].shape[1], host.pop("starts")
             return TreeStep(
                 step=step,
                 request_ids=req_ids,

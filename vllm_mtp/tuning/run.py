@@ -6,6 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_mtp.auto.ladder import Rung
 from vllm_mtp.tuning.shapes import Shape
 
 ROUNDS = {1: 4, 2: 3, 4: 2}
@@ -109,13 +110,13 @@ def policy_of(llm: Any) -> Any:
 
 
 def auto_choice(llm: Any) -> list[int]:
-    """N and S of the tree size that ``"shape": "auto"`` has settled on.
+    """The tree size that ``"shape": "auto"`` has settled on (``Rung.to_list``).
 
     ``llm`` must run its engine in this process.
     """
     policy = policy_of(llm)
-    rung = policy.ladder[policy.current]
-    return [rung.num_nodes, rung.num_steps]
+    rung: Rung = policy.ladder[policy.current]
+    return rung.to_list()
 
 
 def cut_prompts(
