@@ -94,8 +94,8 @@ def test_batches_that_share_nodes_have_graphs_of_any_query_lengths(
             rows = reqs * (nodes + 1)
             desc = CudaGraphManager.dispatch(manager, reqs, rows, None, 0, 7)
             assert desc.cg_mode == CUDAGraphMode.FULL
-            assert (desc.num_reqs, desc.num_tokens) == min(
-                (r, t) for r, t in RAGGED if r >= reqs and t >= rows
+            assert (desc.num_tokens, desc.num_reqs) == min(
+                (t, r) for r, t in RAGGED if r >= reqs and t >= rows
             )
     # Not for prefills, and not in the way of batches of equal lengths.
     desc = CudaGraphManager.dispatch(manager, 32, 96, None, 0, None)
