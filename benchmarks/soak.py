@@ -5,7 +5,8 @@
 More requests than the KV pool holds come at once, so that requests are preempted and
 each block is used again and again; some are aborted. Every half minute the traffic
 pauses, and a probe prompt is served alone: its ids and accepted tokens must be those of
-the first time. Speed is measured between pauses. The file is written at every probe.
+the first time. Pauses keep to the clock, so that any five minutes hold the same
+requests. Speed is measured between pauses. The file is written at every probe.
 """
 
 import argparse
@@ -30,6 +31,9 @@ from tests.helpers.server import Server, serving
 
 CYCLE = 10
 """Segments after which the same requests come again: five minutes of them."""
+
+PAUSE = 0.2
+"""Share of a segment in which the traffic drains and the probe is served."""
 
 ON_GPU = torch.cuda.is_available()
 BLOCK_SIZE = 64 if ON_GPU else 16
@@ -135,16 +139,21 @@ class Soak:
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             await self._probe(session)
-            while self.minutes < self.args.minutes:
-                await self._segment(session, len(self.segments) % CYCLE)
+            self.begin = time.monotonic()
+            while self.minutes < self.args.minutes - 0.01:
+                await self._segment(session, len(self.segments))
                 await self._probe(session)
                 self.write()
+                every = self.args.probe_every
+                now = time.monotonic() - self.begin
+                await asyncio.sleep(max(len(self.segments) * every - now, 0))
 
-    async def _segment(self, session: aiohttp.ClientSession, seed: int) -> None:
+    async def _segment(self, session: aiohttp.ClientSession, index: int) -> None:
         start, tokens = time.monotonic(), self._counter("generation_tokens_total")
         minute = self.minutes
-        running = asyncio.create_task(self.traffic.run(session, seed))
-        await asyncio.sleep(self.args.probe_every)
+        running = asyncio.create_task(self.traffic.run(session, index % CYCLE))
+        end = self.begin + (index + 1 - PAUSE) * self.args.probe_every
+        await asyncio.sleep(max(end - start, 1))
         self.traffic.open = False
         # Before the drain, in which fewer and fewer requests run.
         tokens = await asyncio.to_thread(self._counter, "generation_tokens_total") - (
@@ -199,6 +208,7 @@ class Soak:
 
     def _rate(self, low: float, high: float) -> float | None:
         """Tokens per second of the segments that began between two minutes."""
+        low, high = low - 0.05, high - 0.05  # Segments may begin a little late.
         rates = [s["tok_s"] for s in self.segments if low <= s["minute"] < high]
         return round(sum(rates) / len(rates), 1) if rates else None
 
@@ -220,7 +230,7 @@ class Soak:
             failed=self.traffic.failed,
             preemptions=int(self._counter("num_preemptions_total")),
             tok_s_min_5_10=self._rate(5, 10),
-            tok_s_last_5=self._rate(self.minutes - 5, self.minutes),
+            tok_s_last_5=self._rate(self.args.minutes - 5, self.args.minutes),
             probes=self.probes,
             probe_mismatches=self.mismatches,
             probe_accept_length=round(self.first_probe[1], 3),

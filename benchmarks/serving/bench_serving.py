@@ -47,6 +47,9 @@ SHAPES = (
 )
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
+SETTLE = 96
+"""Steps of a load that ``auto`` serves before it is measured: a few seconds."""
+
 ROUNDS = {1: 6, 2: 4, 4: 3, 8: 2}
 """Batches of other prompts that are run one after the other; elsewhere one."""
 
@@ -196,9 +199,13 @@ class Bench:
             rounds = ROUNDS.get(batch, 1)
             cycle = prompts * -(-batch // len(prompts))
             decode(llm, cycle[:batch], temperature, warm_up)
-            if speculation.family == "auto":
+            settled = SETTLE if speculation.family == "auto" else 0
+            while settled > 0:
                 # It shall have seen the load whose steady state is measured.
-                decode_rounds(llm, cycle, batch, rounds, temperature, args.tokens)
+                seen = decode_rounds(
+                    llm, cycle, batch, rounds, temperature, args.tokens
+                )
+                settled -= seen.steps
             window = decode_rounds(llm, cycle, batch, rounds, temperature, args.tokens)
             rows.append(self.row(speculation, temperature, length, batch, window))
             if speculation.family == "auto":

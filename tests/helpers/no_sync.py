@@ -5,6 +5,7 @@ a sync made on purpose was noticed. A process of its own, since vLLM reads the v
 when it is imported.
 """
 
+import itertools
 import sys
 from typing import Any
 
@@ -16,7 +17,7 @@ SETTINGS: dict[str, Any] = {
     "dtype": "bfloat16",
     "enforce_eager": False,
     "max_model_len": 2048,
-    "max_num_seqs": 8,
+    "max_num_seqs": 40,
     "kv_cache_memory_bytes": 1 << 30,
 }
 
@@ -35,9 +36,16 @@ def run(llm: Any) -> None:
         SamplingParams(
             **({"temperature": 0.0} | extras[i % 4]), max_tokens=40, ignore_eos=True
         )
-        for i in range(16)
+        for i in range(48)
     ]
-    generate(llm, held_out(16, (1, 8, 33, 120)), params)
+    generate(llm, held_out(48, (1, 8, 33, 120)), params)
+
+
+def use_every_size(llm: Any) -> None:
+    """One after the other, whatever pays."""
+    policy = llm.llm_engine.engine_core.engine_core.scheduler.shape_policy
+    steps = itertools.count()
+    policy.choose = lambda batch, context: next(steps) // 3 % len(policy.ladder)
 
 
 def main() -> None:
@@ -46,6 +54,8 @@ def main() -> None:
         "auto": {"method": "mtp_tree", "shape": "auto"},
     }.items():
         with engine(config, **SETTINGS) as llm:
+            if name == "auto":
+                use_every_size(llm)
             run(llm)
             print(name, "clean", flush=True)
             if name == "tree":
