@@ -12,7 +12,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_mtp import compat
-from vllm_mtp.auto.ladder import build_ladder
+from vllm_mtp.auto.ladder import build_ladder, nodes_of_step, shared_nodes
 from vllm_mtp.metrics.counts import note_of
 
 if TYPE_CHECKING:
@@ -31,10 +31,12 @@ class TreeSchedulerMixin(_Upstream):  # type: ignore[misc]
         self.tree_counts: Counter[str] = Counter()
         self._note = note_of(config.shape, config.shape.num_steps)
         self._chains: set[str] = set()
-        # Nodes drafted -> depth and nodes verified, where trees have several sizes.
+        # Nodes drafted -> depth, where trees have several sizes.
         ladder = build_ladder(config.shape) if config.auto else ()
         self._depths = {rung.num_drafts: rung.num_steps for rung in ladder}
-        self._nodes = {rung.num_drafts: rung.num_nodes for rung in ladder}
+        self._shared = shared_nodes(ladder)
+        # Of the pass at hand: what a request verified on average; 0: all its drafts.
+        self._share = 0
         self._depth = config.shape.num_steps
         # Drafts that the pass scheduled last asks its drafter for.
         self._drafts_asked = self.num_spec_tokens
@@ -50,6 +52,7 @@ class TreeSchedulerMixin(_Upstream):  # type: ignore[misc]
         if self.log_stats:
             asked = scheduler_output.mtp_drafts_asked
             self._depth = self._depths.get(asked, self.tree_shape.num_steps)
+            self._share = nodes_of_step(self._shared, scheduler_output)
             self._note = compat.take_pass_note(runner_output) or self._note
             if self._note.new_chains:
                 self._chains &= self.requests.keys()
@@ -65,7 +68,7 @@ class TreeSchedulerMixin(_Upstream):  # type: ignore[misc]
             request = self.requests[step["request_id"]]
             # What this one verified of a shared number, only the worker knows.
             nodes = step["num_draft_tokens"]
-            nodes = self._nodes.get(nodes, nodes)
+            nodes = min(nodes, self._share or nodes)
             if self._is_chain(request):
                 nodes = min(nodes, self._depth)
             self.tree_counts["nodes_verified"] += nodes
@@ -95,8 +98,7 @@ class TreeSchedulerMixin(_Upstream):  # type: ignore[misc]
             self.tree_counts[f"steps_without_drafts/{reason}"] += 1
             self._count_drafting(request)
         if decoding:
-            widest = max(map(len, drafts.values()), default=0)
-            widest = self._nodes.get(widest, widest)
+            widest = self._share or max(map(len, drafts.values()), default=0)
             self.tree_counts[f"passes/{widest}"] += 1
 
     def _why_no_drafts(self, request: Any, scheduled: Any) -> str:

@@ -111,6 +111,7 @@ class Scheduled:
         self.preemptions = 0
         self.chunks: list[int] = []
         self.cached: dict[str, int | None] = {}
+        self.outputs: dict[str, Any] = {}
         self._watch()
 
     def _watch(self) -> None:
@@ -173,6 +174,7 @@ class Scheduled:
                 self.engine.abort_request([name])
             for output in self.engine.step():
                 self.cached[output.request_id] = output.num_cached_tokens
+                self.outputs[output.request_id] = output
                 if output.finished and output.outputs[0].finish_reason != "abort":
                     finished[output.request_id] = list(output.outputs[0].token_ids)
             step += 1

@@ -8,20 +8,21 @@ import pytest
 
 from vllm_mtp.auto.acceptance import AcceptanceModel
 from vllm_mtp.auto.costs import CostModel, default_table
-from vllm_mtp.auto.ladder import build_ladder
+from vllm_mtp.auto.ladder import build_ladder, shared_nodes
 from vllm_mtp.auto.policy import Policy
 from vllm_mtp.auto.scheduler import AutoShapeMixin
 from vllm_mtp.config import TreeShape
 
 LADDER = build_ladder(TreeShape(6, 3, 15))
-WIDTHS = [rung.num_nodes for rung in LADDER]
+WIDTHS = [rung.num_drafts for rung in LADDER]
 
 
 @pytest.fixture
 def scheduler() -> Any:
     """One without vLLM's part."""
     made: Any = object.__new__(AutoShapeMixin)
-    made.rung_of = {width: index for index, width in enumerate(WIDTHS)}
+    made.rung_of = {rung.num_drafts: index for index, rung in enumerate(LADDER)}
+    made.nodes_of = shared_nodes(LADDER)
     costs = CostModel(default_table(LADDER), len(LADDER), is_measured=True)
     made.shape_policy = Policy(LADDER, AcceptanceModel(LADDER, 3), costs)
     made._context, made._last_update, made._last_step = 1024, 0.0, None
@@ -29,7 +30,9 @@ def scheduler() -> Any:
     return made
 
 
-def step(scheduler: Any, width: int, *, is_new: bool = False) -> None:
+def step(
+    scheduler: Any, width: int, *, is_new: bool = False, has_grammar: bool = False
+) -> None:
     """One step of one request that brings ``width`` drafts and gets as many."""
     scheduled = SimpleNamespace(
         num_scheduled_tokens={"r": width + 1},
@@ -37,6 +40,7 @@ def step(scheduler: Any, width: int, *, is_new: bool = False) -> None:
         scheduled_spec_decode_tokens={"r": [-1] * width} if width else {},
         scheduled_new_reqs=["r"] if is_new else [],
         num_spec_tokens_to_schedule=width,
+        has_structured_output_requests=has_grammar,
     )
     output = SimpleNamespace(sampled_token_ids=[[1]], req_id_to_index={"r": 0})
     scheduler._observe(scheduled, output)
@@ -85,3 +89,18 @@ def test_idle_time_before_a_prompt_of_one_token_is_no_step(
     now[0] += 3600
     step(scheduler, 0, is_new=True)
     assert costs.predict(0, 1, 1024) == before
+
+
+@pytest.mark.parametrize("has_grammar", [False, True])
+def test_a_grammar_in_the_batch_tells_nothing_about_sharing(
+    scheduler: Any, has_grammar: bool
+) -> None:
+    """Such a step verifies all drafts of every request; equal rungs are the same."""
+    policy = scheduler.shape_policy
+    for rung, index in ((r, i) for i, r in enumerate(LADDER) if r.num_nodes):
+        trees, weight = policy.acceptance.trees, policy.costs.weights[index]
+        for _ in range(2):
+            step(scheduler, rung.num_drafts, has_grammar=has_grammar)
+        told = not (rung.is_shared and has_grammar)
+        assert (policy.acceptance.trees > trees) == told, rung
+        assert (policy.costs.weights[index] > weight) == told, rung

@@ -1,6 +1,8 @@
 """The tree sizes that ``"shape": "auto"`` chooses from."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from vllm_mtp.config import TreeShape
 
@@ -80,6 +82,23 @@ def build_ladder(largest: TreeShape) -> tuple[Rung, ...]:
                 rungs.append(Rung(nodes, deep, drafts))
     rungs.append(Rung(largest.num_nodes, largest.num_steps))
     return tuple(rungs)
+
+
+def shared_nodes(ladder: Iterable[Rung]) -> dict[int, int]:
+    """Drafts of a request -> N, of the rungs whose batch shares its nodes."""
+    return {rung.num_drafts: rung.num_nodes for rung in ladder if rung.is_shared}
+
+
+def nodes_of_step(nodes_of: Mapping[int, int], scheduler_output: Any) -> int:
+    """N of the rung whose nodes the requests of this step share; 0: they do not.
+
+    The drafts of the widest request name the rung. Nothing is shared where rows are
+    filled in on the host (grammars), which must know whose they are.
+    """
+    if scheduler_output.has_structured_output_requests:
+        return 0
+    drafts = scheduler_output.scheduled_spec_decode_tokens.values()
+    return nodes_of.get(max(map(len, drafts), default=0), 0)
 
 
 def graph_batches(max_num_seqs: int) -> list[int]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_mtp import compat
 from vllm_mtp.auto.acceptance import AcceptanceModel
 from vllm_mtp.auto.costs import CostCacheError, CostModel, CostTable, default_table
-from vllm_mtp.auto.ladder import build_ladder
+from vllm_mtp.auto.ladder import build_ladder, nodes_of_step, shared_nodes
 from vllm_mtp.auto.policy import Policy
 from vllm_mtp.auto.profile import cost_key, cost_path
 from vllm_mtp.scheduler import TreeAsyncScheduler, TreeScheduler
@@ -38,6 +38,7 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
         config = compat.read_config(self.vllm_config)
         ladder = build_ladder(config.shape)
         self.rung_of = {rung.num_drafts: i for i, rung in enumerate(ladder)}
+        self.nodes_of = shared_nodes(ladder)
         table = self._load_costs(ladder)
         self.shape_policy = Policy(
             ladder,
@@ -124,7 +125,8 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
         widths = {len(tokens) for tokens in drafts.values()}
         width = next(iter(widths)) if len(widths) == 1 else -1 if widths else 0
         rung = self.rung_of.get(width)
-        if rung is None:
+        shares = nodes_of_step(self.nodes_of, scheduler_output) > 0
+        if rung is None or shares != (width in self.nodes_of):
             self._last_step = None
             return
         if rung == 0 and scheduler_output.num_spec_tokens_to_schedule == 0:

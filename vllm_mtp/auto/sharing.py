@@ -20,7 +20,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_mtp import compat
-from vllm_mtp.auto.ladder import Rung
+from vllm_mtp.auto.ladder import Rung, nodes_of_step, shared_nodes
 from vllm_mtp.buffers import TreeBuffers
 
 Counts = npt.NDArray[np.int32]
@@ -38,7 +38,7 @@ class NodeBudget:
         query_start_loc: torch.Tensor,
         max_logits: int,
     ) -> None:
-        self.nodes_of = {r.num_drafts: r.num_nodes for r in ladder if r.is_shared}
+        self.nodes_of = shared_nodes(ladder)
         self.tree, self.req_states = tree, req_states
         self.query_start_loc = query_start_loc
         self.cu_num_logits = torch.zeros_like(query_start_loc)
@@ -54,15 +54,8 @@ class NodeBudget:
         self.scheduled: Mapping[str, int] = {}
 
     def serves(self, scheduler_output: Any) -> bool:
-        """Whether the requests of this step share their nodes.
-
-        The drafts of the widest request name the rung. Not where rows are filled in on
-        the host (grammars), which must know whose they are.
-        """
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        widest = max(map(len, drafts.values()), default=0)
-        grammar = scheduler_output.has_structured_output_requests
-        return widest in self.nodes_of and not grammar
+        """Whether the requests of this step share their nodes."""
+        return nodes_of_step(self.nodes_of, scheduler_output) > 0
 
     # --- what a manager is asked and this one need not know -------------------------
 
@@ -79,10 +72,15 @@ class NodeBudget:
         num_tokens_per_req: Mapping[str, int],
         draft_tokens: Mapping[str, Sequence[int]],
     ) -> int:
-        """Rows of the step, once the batch has dropped its worst nodes."""
+        """Rows of the step, once the batch has dropped its worst nodes.
+
+        None are verified beside drafts that only fill up the row of a prompt: these
+        get no rows, and the host could not tell whose rows are missing.
+        """
         nodes = self.nodes_of[max(map(len, draft_tokens.values()))]
+        filled_up = any(map(self._is_prefilling, draft_tokens))
         self.limits = {
-            req_id: 0 if self._is_prefilling(req_id) else len(drafts)
+            req_id: 0 if filled_up else len(drafts)
             for req_id, drafts in draft_tokens.items()
         }
         verifying = sum(limit > 0 for limit in self.limits.values())
