@@ -48,7 +48,7 @@ def parse_args() -> argparse.Namespace:
     add("--minutes", type=float, default=25)
     add("--probe-every", type=float, default=30, help="seconds")
     add("--concurrency", type=int, default=32 if ON_GPU else 6)
-    add("--pool-tokens", type=int, default=2048 if ON_GPU else 320, help="KV pool")
+    add("--pool-tokens", type=int, default=2048 if ON_GPU else 640, help="KV pool")
     add("--abort", type=float, default=0.15, help="share of requests cut in mid-stream")
     add("--shape", default="3,4,7", help="num_steps,topk,num_speculative_tokens")
     return parser.parse_args()
@@ -163,7 +163,7 @@ class Soak:
         await running
         self.segments.append({"minute": minute, "tok_s": tokens / seconds})
         self.host_mib.append(round(resident_mib(self.server), 1))
-        self.device_mib.append(device_used_mib())
+        self.device_mib.append(device_used_mib(self.server))
 
     async def _probe(self, session: aiohttp.ClientSession) -> None:
         """Serve the probe alone, without prefix hits; count if it differs."""
@@ -254,12 +254,27 @@ def resident_mib(server: Server) -> float:
     return total * 4096 / 2**20
 
 
-def device_used_mib() -> float:
-    """Memory in use on the first GPU; 0 without one."""
+def device_used_mib(server: Server) -> float:
+    """Memory of the server's processes on GPUs; 0 without one.
+
+    Where the driver does not tell processes apart: all that is used on the first GPU.
+    """
     if not ON_GPU:
         return 0.0
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return float(subprocess.check_output(query, text=True).splitlines()[0])
+    pids = {server.process.pid, *server.processes()}
+    rows = _ask_driver("--query-compute-apps=pid,used_memory")
+    ours = [row[1] for row in rows if row[0].isdigit() and int(row[0]) in pids]
+    if ours and all(mib.isdigit() for mib in ours):
+        return float(sum(map(int, ours)))
+    return float(_ask_driver("--query-gpu=memory.used")[0][0])
+
+
+def _ask_driver(query: str) -> list[list[str]]:
+    """Fields of the rows that ``nvidia-smi`` prints."""
+    found = subprocess.check_output(
+        ["nvidia-smi", query, "--format=csv,noheader,nounits"], text=True
+    )
+    return [line.split(", ") for line in found.splitlines()]
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ only adds a look at the method's name.
 
 import contextlib
 import functools
+import itertools
 import logging
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -384,10 +385,14 @@ def keep_graphs(
     wanted = set(batches)
     full = CUDAGraphMode.FULL
     if ragged and full in manager._capture_descs:
+        # Outputs are kept in buffers for the largest graph that was asked for.
+        captured = itertools.chain.from_iterable(manager._capture_descs.values())
+        most = max((desc.num_tokens for desc in captured), default=0)
         manager._capture_descs[full].extend(
             BatchExecutionDescriptor(full, tokens, requests, None, max_query_len, loras)
             for loras in manager.lora_capture_cases
             for requests, tokens in ragged
+            if tokens <= most
         )
     kept = {
         mode: [

@@ -63,10 +63,22 @@ def near_ties(target: Path) -> str:
     return str(target)
 
 
-def serve(prompts: list[list[int]], **settings: Any) -> tuple[Any, list[list[str]]]:
+def share_nodes(llm: Any) -> None:
+    """Let every step of an engine with ``"shape": "auto"`` share its nodes."""
+    policy = llm.llm_engine.engine_core.engine_core.scheduler.shape_policy
+    shared = [i for i, rung in enumerate(policy.ladder) if rung.is_shared]
+    policy.choose = lambda batch, context: shared[1]
+
+
+def serve(
+    prompts: list[list[int]], shares: bool = False, **settings: Any
+) -> tuple[Any, list[list[str]]]:
     """Ids, and the hashes of both ranks over at least ``STEPS`` steps."""
     params = sampling(COUNT, (0.0, 0.8), TOKENS)
-    with engine(mtp_tree(3, 4, 7), **{**SETTINGS, **TWO_RANKS, **settings}) as llm:
+    config = {"method": "mtp_tree", "shape": "auto"} if shares else mtp_tree(3, 4, 7)
+    with engine(config, **{**SETTINGS, **TWO_RANKS, **settings}) as llm:
+        if shares:
+            share_nodes(llm)
         llm.collective_rpc("watch_trees")
         ids = generate(llm, prompts, params)
         hashes = llm.collective_rpc("step_hashes")
@@ -103,10 +115,11 @@ def test_two_ranks_give_the_ids_of_one() -> None:
     assert_same_ids(prompts, ids)
 
 
-def test_ranks_agree_on_near_ties(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shares", [False, True])
+def test_ranks_agree_on_near_ties(tmp_path: Path, shares: bool) -> None:
     """Catches: ranks that decide on logits of their own, rounded in another order."""
     prompts = held_out(COUNT, LENGTHS)
-    _, hashes = serve(prompts, model=near_ties(tmp_path / "model"))
+    _, hashes = serve(prompts, shares, model=near_ties(tmp_path / "model"))
     assert_ranks_agree(hashes)
 
 

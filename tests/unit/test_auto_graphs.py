@@ -108,6 +108,16 @@ def test_batches_that_share_nodes_have_graphs_of_any_query_lengths(
             assert desc.uniform_token_count == width
 
 
+def test_graphs_of_shared_batches_keep_to_the_largest_asked_for() -> None:
+    """Catches: a graph larger than the buffers for outputs, with sizes of one's own."""
+    manager = make_manager(piecewise=True)
+    for mode, descs in manager._capture_descs.items():
+        manager._capture_descs[mode] = [d for d in descs if d.num_tokens <= 130]
+    compat.keep_graphs(manager, graph_batches(MAX_REQS), RAGGED, max_query_len=9)
+    kept = manager._capture_descs[CUDAGraphMode.FULL]
+    assert {d.num_tokens for d in kept if d.max_query_len} == {96, 120, 128}
+
+
 def test_mixed_batches_have_piecewise_graphs() -> None:
     manager = make_manager(piecewise=True)
     compat.keep_graphs(manager, graph_batches(MAX_REQS))
