@@ -4,7 +4,10 @@
 round's seed; a failure says how to serve its round again, alone.
 """
 
+import contextlib
 import os
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,8 +28,24 @@ SPECULATIVE: dict[str, dict[str, Any]] = {
     "chain": mtp_tree(3, 1, 3),
     "wide": mtp_tree(4, 2, 12),
     "auto": {"method": "mtp_tree", "shape": "auto"},
+    "shared": {"method": "mtp_tree", "shape": "auto"},
 }
 IN_CI = {"tree"}
+
+
+@contextlib.contextmanager
+def mostly_shared(s: Scheduled, seed: int) -> Iterator[None]:
+    """Another rung every step, mostly one whose batch shares its nodes."""
+    policy, rng = s.scheduler.shape_policy, random.Random(seed)
+    rungs = list(range(len(policy.ladder)))
+    shared = [rung for rung in rungs if policy.ladder[rung].is_shared]
+
+    def choose(batch: int, context: int) -> int:
+        return rng.choice(shared if rng.random() < 0.8 else rungs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "choose", choose)
+        yield
 
 
 def replay(seed: int, count: int) -> str:
@@ -85,8 +104,10 @@ def test_random_traffic(name: str) -> None:
     with scheduled_engine(SPECULATIVE[name], block_size=BLOCK) as s:
         for seed, count in rounds:
             traffic, how = make_round(seed, count), replay(seed, count)
+            forced = mostly_shared(s, seed) if name == "shared" else contextlib.nullcontext()
             try:
-                served.append((how, traffic, serve(s, traffic)))
+                with forced:
+                    served.append((how, traffic, serve(s, traffic)))
             except Exception as error:
                 pytest.fail(f"{type(error).__name__}: {error}\n{how}")
         assert s.accepted() > 0
