@@ -12,7 +12,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_mtp import compat
-from vllm_mtp.auto.ladder import build_ladder, nodes_of_step, shared_nodes
+from vllm_mtp.auto.ladder import ladder_of, nodes_of_step, shared_nodes
 from vllm_mtp.metrics.counts import note_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class TreeSchedulerMixin(_Upstream):  # type: ignore[misc]
         self._note = note_of(config.shape, config.shape.num_steps)
         self._chains: set[str] = set()
         # Nodes drafted -> depth, where trees have several sizes.
-        ladder = build_ladder(config.shape) if config.auto else ()
+        ladder = ladder_of(self.vllm_config, config.shape) if config.auto else ()
         self._depths = {rung.num_drafts: rung.num_steps for rung in ladder}
         self._shared = shared_nodes(ladder)
         # Of the pass at hand: what a request verified on average; 0: all its drafts.

@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
 
 from vllm_mtp import compat
 from vllm_mtp.attention.base import TreeImplMixin, build_attn_state, set_state
-from vllm_mtp.auto.ladder import build_ladder, graph_batches
+from vllm_mtp.auto.ladder import graph_batches, ladder_of
 from vllm_mtp.buffers import build_tree_buffers
 from vllm_mtp.config import SettingsError
 from vllm_mtp.kernels.tree_expand import expand_tree
@@ -44,7 +44,7 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         super().__init__(vllm_config, device)
         config = compat.read_config(vllm_config)
         self.shape = config.shape
-        self.ladder = build_ladder(config.shape) if config.auto else None
+        self.ladder = ladder_of(vllm_config, config.shape) if config.auto else None
         # One fused graph of all levels for every depth; none before graphs are set up.
         self.level_graphs: dict[int, SpeculatorCudaGraphManager] = {}
         self.skips_head = self.is_capturing = False

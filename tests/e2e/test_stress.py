@@ -104,7 +104,9 @@ def test_random_traffic(name: str) -> None:
     with scheduled_engine(SPECULATIVE[name], block_size=BLOCK) as s:
         for seed, count in rounds:
             traffic, how = make_round(seed, count), replay(seed, count)
-            forced = mostly_shared(s, seed) if name == "shared" else contextlib.nullcontext()
+            forced = (
+                mostly_shared(s, seed) if name == "shared" else contextlib.nullcontext()
+            )
             try:
                 with forced:
                     served.append((how, traffic, serve(s, traffic)))

@@ -85,10 +85,11 @@ def test_a_folder_that_cannot_be_looked_into(
     )
 
 
-def make_config(**limits: int) -> SimpleNamespace:
+def make_config(adapters: Any = None, **limits: int) -> SimpleNamespace:
     """What ``cost_key`` reads of a ``VllmConfig``."""
     limits = {"rows": 2048, "length": 4096, **limits}
     return SimpleNamespace(
+        lora_config=adapters,
         model_config=SimpleNamespace(
             model="m",
             revision=None,
@@ -117,3 +118,4 @@ def test_a_table_that_ends_elsewhere_is_another_file() -> None:
     assert profile.cost_key(make_config()) == key
     assert profile.cost_key(make_config(length=131072)) != key
     assert profile.cost_key(make_config(rows=8192)) != key
+    assert profile.cost_key(make_config(adapters=object())) != key

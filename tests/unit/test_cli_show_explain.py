@@ -230,6 +230,17 @@ def test_explain_refuses_a_broken_config(run: Run, tmp_path: Path, text: str) ->
     assert "cannot be read (no JSON" in " ".join(result.output.split())
 
 
+def test_explain_tells_shared_sizes_from_equal_ones(run: Run) -> None:
+    text = " ".join(run("explain").output.split())
+    assert "(in so many levels): 1 (1), 2 (2), 3 (3), 5 (3), 7 (6), 15 (6)." in text
+    assert "From 32 requests on" in text
+    assert "2 of 4 (3), 3 of 6 (6), 5 of 8 (6)." in text
+    shape = {"shape": "auto", "num_steps": 2, "topk": 2, "num_speculative_tokens": 6}
+    small = run("explain", "--speculative-config", json.dumps(shape)).output
+    assert "1 (1), 2 (2), 3 (2), 5 (2), 6 (2)." in small
+    assert "requests on" not in " ".join(small.split())
+
+
 def test_explain_says_when_a_draft_level_does_not_fit(run: Run) -> None:
     sizes = ("--max-num-seqs", "100", "--max-num-batched-tokens", "399")
     result = run("explain", *sizes, "--speculative-config", '{"topk": 4}')

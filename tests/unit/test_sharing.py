@@ -11,7 +11,7 @@ import pytest
 import torch
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
-from vllm_mtp.auto.ladder import Rung, build_ladder
+from vllm_mtp.auto.ladder import Rung, build_ladder, ladder_of
 from vllm_mtp.auto.sharing import NodeBudget, keep_best
 from vllm_mtp.config import TreeShape
 
@@ -251,3 +251,12 @@ def test_which_steps_share() -> None:
         assert serves(budget, rung.num_drafts, 1) == rung.is_shared
         assert not serves(budget, rung.num_drafts, grammar=True)
     assert not serves(budget, SHARED[0].num_drafts, 15)
+
+
+def test_nothing_is_shared_beside_adapters() -> None:
+    """vLLM repeats a request's adapter by the rows that the host scheduled for it."""
+    shape = TreeShape(6, 3, NODES)
+    assert ladder_of(SimpleNamespace(lora_config=None), shape) == LADDER
+    ladder = ladder_of(SimpleNamespace(lora_config=object()), shape)
+    assert ladder == tuple(rung for rung in LADDER if not rung.is_shared)
+    assert len(ladder) < len(LADDER)

@@ -60,13 +60,13 @@ class Rung:
 OFF = Rung(0, 0)
 
 
-def build_ladder(largest: TreeShape) -> tuple[Rung, ...]:
+def build_ladder(largest: TreeShape, may_share: bool = True) -> tuple[Rung, ...]:
     """Off, then every rung that ``largest`` holds, ``largest`` itself last.
 
     A shared rung comes after the equal one of as many nodes, if that is there too.
     """
     rungs = [OFF]
-    shared = {nodes: (steps, drafts) for nodes, steps, drafts in SHARED}
+    shared = {n: (steps, drafts) for n, steps, drafts in SHARED if may_share}
     for nodes, steps in PAIRS:
         if nodes >= largest.num_nodes:
             break
@@ -82,6 +82,15 @@ def build_ladder(largest: TreeShape) -> tuple[Rung, ...]:
                 rungs.append(Rung(nodes, deep, drafts))
     rungs.append(Rung(largest.num_nodes, largest.num_steps))
     return tuple(rungs)
+
+
+def ladder_of(vllm_config: Any, largest: TreeShape) -> tuple[Rung, ...]:
+    """The ladder of an engine, the same in its scheduler and its workers.
+
+    Nothing is shared where there are LoRA adapters: vLLM finds a row's adapter by the
+    host's row counts.
+    """
+    return build_ladder(largest, may_share=vllm_config.lora_config is None)
 
 
 def shared_nodes(ladder: Iterable[Rung]) -> dict[int, int]:

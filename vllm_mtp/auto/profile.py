@@ -62,6 +62,7 @@ def cost_key(vllm_config: Any) -> str:
         "rows": vllm_config.scheduler_config.max_num_batched_tokens,
         "length": model.max_model_len,
         "eager": model.enforce_eager,
+        "adapters": vllm_config.lora_config is not None,
         "compile": str(vllm_config.compilation_config.mode),
         "backend": str(vllm_config.attention_config.backend),
         "settings": compat.read_config(vllm_config).to_dict()["shape"],

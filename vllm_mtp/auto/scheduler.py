@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_mtp import compat
 from vllm_mtp.auto.acceptance import AcceptanceModel
 from vllm_mtp.auto.costs import CostCacheError, CostModel, CostTable, default_table
-from vllm_mtp.auto.ladder import build_ladder, nodes_of_step, shared_nodes
+from vllm_mtp.auto.ladder import ladder_of, nodes_of_step, shared_nodes
 from vllm_mtp.auto.policy import Policy
 from vllm_mtp.auto.profile import cost_key, cost_path
 from vllm_mtp.scheduler import TreeAsyncScheduler, TreeScheduler
@@ -36,7 +36,7 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = compat.read_config(self.vllm_config)
-        ladder = build_ladder(config.shape)
+        ladder = ladder_of(self.vllm_config, config.shape)
         self.rung_of = {rung.num_drafts: i for i, rung in enumerate(ladder)}
         self.nodes_of = shared_nodes(ladder)
         table = self._load_costs(ladder)

@@ -316,6 +316,23 @@ def _print_report(report: Mapping[str, Any]) -> None:
         console.print(Text(f"\nRefused: {refusal}", "red"))
 
 
+def _describe_sizes(sizes: list[list[int]]) -> str:
+    from vllm_mtp.auto.ladder import SHARED_FROM
+
+    equal = ", ".join(f"{n} ({s})" for n, s, *drafts in sizes if n and not drafts)
+    shared = ", ".join(f"{n} of {d[0]} ({s})" for n, s, *d in sizes if d)
+    text = (
+        "The shape follows the load: nothing is drafted, or so many nodes (in so many "
+        f"levels): {equal}."
+    )
+    if shared:
+        text += (
+            f" From {SHARED_FROM} requests on also the best nodes of the whole batch, "
+            f"so many a request of so many drafted: {shared}."
+        )
+    return text
+
+
 def _print_tree(console: Console, report: Mapping[str, Any]) -> None:
     tree, batch, model = report["tree"], report["batch"], report["model"]
     k, steps = tree["branching"], tree["depth"]
@@ -354,16 +371,8 @@ def _print_tree(console: Console, report: Mapping[str, Any]) -> None:
     title = "Tree"
     if report["settings"]["shape"] == "auto":
         title = "Largest tree"
-        found = ", ".join(
-            f"{n}{f' on average, {drafts[0]} at most' if drafts else ''} ({s})"
-            for n, s, *drafts in report["sizes"]
-            if n
-        )
         console.print(Text("Sizes", "bold"))
-        console.print(
-            "The shape follows the load: nothing is drafted, or so many nodes (in so "
-            f"many levels): {found}.\n"
-        )
+        console.print(f"{_describe_sizes(report['sizes'])}\n")
     console.print(Text(title, "bold"))
     table = Table.grid(padding=(0, 2))
     for name, value, meaning in rows:
