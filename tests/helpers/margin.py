@@ -1,5 +1,6 @@
 """The margin rule: where token ids may differ, and how much that proves."""
 
+from dataclasses import dataclass
 from typing import Any
 
 BFLOAT16_LOGIT_TOLERANCE = 0.25
@@ -19,42 +20,105 @@ def unequal_beyond_ties(
 ) -> list[str]:
     """Outputs that differ for another reason than a floating-point tie.
 
-    At the first mismatch the common prefix is scored again without speculation: both
-    tokens must lie within ``tolerance`` of each other, in log-probability. Returns one
-    line per output that fails. ``params`` are needed where requests are sampled: their
-    temperature scales the scores, and the noise of their seed is added.
+    At the first mismatch the common prefix is scored again without speculation, twice:
+    as a prompt, and by decoding up to it once more. Both tokens must lie within
+    ``tolerance`` of each other, in log-probability, by one of the two. Where those
+    disagree by more than ``tolerance`` (a router that took another expert), that is how
+    exact the model is there. Returns one line per output that fails.
+
+    ``params`` are needed where requests are sampled: their temperature scales the
+    scores, and the noise of their seed and their logit bias are added.
     """
     from vllm import SamplingParams
 
-    inputs, rows = [], []
+    splits = []
     for i, (ours, theirs) in enumerate(zip(found, reference, strict=True)):
         if ours == theirs:
             continue
-        first = next(
-            (j for j, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
-            None,
-        )
+        pairs = enumerate(zip(ours, theirs, strict=False))
+        first = next((j for j, (a, b) in pairs if a != b), None)
         if first is None:
             return [f"output {i}: lengths {len(ours)} and {len(theirs)}"]
-        inputs.append({"prompt_token_ids": prompts[i] + theirs[:first]})
-        rows.append((i, first, ours[first], theirs[first]))
-    if not rows:
+        splits.append(Split(i, first, ours[first], theirs[first]))
+    if not splits:
         return []
-    settings = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
-    scored = reference_llm.generate(inputs, settings, use_tqdm=False)
+    greedy = SamplingParams(temperature=0, ignore_eos=True)
+    kinds = [params[s.output] if params else greedy for s in splits]
+    as_prompt = _score(
+        reference_llm,
+        [prompts[s.output] + reference[s.output][: s.first] for s in splits],
+        splits,
+        [greedy] * len(splits),
+        [0] * len(splits),
+    )
+    decoded = _score(
+        reference_llm,
+        [prompts[s.output] for s in splits],
+        splits,
+        kinds,
+        [s.first for s in splits],
+        [reference[s.output] for s in splits],
+    )
     faults = []
-    for (i, first, ours_id, theirs_id), output in zip(rows, scored, strict=True):
-        top = {t: v.logprob for t, v in output.outputs[0].logprobs[0].items()}
-        gap = top.get(theirs_id, 0.0) - top.get(ours_id, float("-inf"))
-        scale = 1.0
-        if params is not None and params[i].temperature > 0:
-            scale = 1 / params[i].temperature
-            position = len(prompts[i]) + first - 1
-            noise = _noise(params[i].seed, position, (theirs_id, ours_id))
-            gap = scale * gap + noise[0] - noise[1]
-        if abs(gap) > tolerance * scale:
-            faults.append(f"output {i}, token {first}: {gap:.3f} apart")
+    for split, kind, *scores in zip(splits, kinds, as_prompt, decoded, strict=True):
+        scale, extra = 1.0, 0.0
+        if kind.temperature > 0:
+            scale = 1 / kind.temperature
+            position = len(prompts[split.output]) + split.first - 1
+            noise = _noise(kind.seed, position, (split.theirs, split.ours))
+            extra = noise[0] - noise[1]
+        bias = kind.logit_bias or {}
+        extra += scale * (bias.get(split.theirs, 0.0) - bias.get(split.ours, 0.0))
+        gaps = [scale * score + extra for score in scores if score is not None]
+        exact = max(tolerance * scale, max(gaps) - min(gaps))
+        if min(map(abs, gaps)) > exact:
+            told = " and ".join(f"{gap:.3f}" for gap in gaps)
+            faults.append(f"output {split.output}, token {split.first}: {told} apart")
     return faults
+
+
+@dataclass(frozen=True)
+class Split:
+    """Where an output leaves the reference."""
+
+    output: int
+    first: int
+    ours: int
+    theirs: int
+
+
+def _score(
+    llm: Any,
+    prompts: list[list[int]],
+    splits: list[Split],
+    params: list[Any],
+    places: list[int],
+    expected: list[list[int]] | None = None,
+) -> list[float | None]:
+    """How far their token is before ours, at a place of the output, without noise.
+
+    None where the output is not as ``expected`` before it.
+    """
+    asked = []
+    for split, kind, place in zip(splits, params, places, strict=True):
+        kind = kind.clone()
+        kind.max_tokens, kind.logprobs = place + 1, None
+        kind.logprob_token_ids = [split.ours, split.theirs]
+        asked.append(kind)
+    inputs = [{"prompt_token_ids": p} for p in prompts]
+    outputs = llm.generate(inputs, asked, use_tqdm=False)
+    found: list[float | None] = []
+    for i, (split, place, output) in enumerate(
+        zip(splits, places, outputs, strict=True)
+    ):
+        ids = list(output.outputs[0].token_ids)
+        as_before = expected is None or ids[:place] == expected[i][:place]
+        if not as_before or len(ids) <= place:
+            found.append(None)
+            continue
+        scores = output.outputs[0].logprobs[place]
+        found.append(scores[split.theirs].logprob - scores[split.ours].logprob)
+    return found
 
 
 def _noise(seed: int, position: int, tokens: tuple[int, int]) -> list[float]:
