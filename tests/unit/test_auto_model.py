@@ -221,10 +221,10 @@ def test_points_not_measured_are_filled_in() -> None:
 
 
 def test_sizes_of_large_batches_cost_before_them_what_they_cost_there() -> None:
-    found = {(0, 1, 1): 10.0, (0, 1, 32): 12.0, (0, 1, 64): 13.0}
+    found = {(0, 1, 1): 10.0, (0, 1, 8): 11.0, (0, 1, 32): 12.0, (0, 1, 64): 13.0}
     found |= {(1, 1, 32): 20.0, (1, 1, 64): 22.0}
-    table = fill_table(found, 2, [1, 32, 64], [1])
-    assert table.times[1] == ((20.0, 20.0, 22.0),)
+    table = fill_table(found, 2, [1, 8, 32, 64], [1])
+    assert table.times[1] == ((20.0, 20.0, 20.0, 22.0),)
 
 
 def test_cost_file_round_trip() -> None:

@@ -196,10 +196,10 @@ def fill_table(
         shortest: list[float] = []
         for at, batch in enumerate(batches):
             value = found.get((rung, contexts[0], batch))
-            if value is None and not shortest:
+            known = [b for b in batches if (rung, contexts[0], b) in found]
+            if known and batch < known[0]:
                 # A size of larger batches only.
-                known = (found.get((rung, contexts[0], b)) for b in batches)
-                value = next((time for time in known if time is not None), None)
+                value = found[rung, contexts[0], known[0]]
             if value is None:
                 # Too many rows for one pass: as dear as it would have to be.
                 last = shortest[-1] * batch / batches[at - 1] if shortest else 500.0
