@@ -123,6 +123,7 @@ OWN_KEYS = (
     "topk",
     "num_speculative_tokens",
     "max_draft_context",
+    "share_nodes",
     "trace",
     "timing",
 )
@@ -196,6 +197,9 @@ class MTPConfig:
     """Mean tokens of context of the running requests above which ``auto`` drafts
     nothing; None: no limit."""
 
+    share_nodes: bool = False
+    """Whether the sizes of ``auto`` include those whose batch shares its nodes."""
+
     trace: dict[str, Any] | None = None
     """Settings of the tree trace (``vllm_mtp.trace.settings``); None: no trace."""
 
@@ -257,6 +261,7 @@ def parse_settings(settings: Mapping[str, Any]) -> ParsedSettings:
             shape=shape,
             auto=auto,
             max_draft_context=_parse_limit(given.get("max_draft_context"), auto),
+            share_nodes=_parse_sharing(given.get("share_nodes"), auto),
             trace=_parse_trace(given.get("trace")),
             timing=_parse_flag("timing", given.get("timing")),
         ),
@@ -292,6 +297,16 @@ def _parse_limit(value: Any, auto: bool) -> int | None:
         )
     _check_range("max_draft_context", value, 1, MAX_CONTEXT)
     return int(value)
+
+
+def _parse_sharing(value: Any, auto: bool) -> bool:
+    shares = _parse_flag("share_nodes", value)
+    if shares and not auto:
+        raise SettingsError(
+            "mtp_tree: share_nodes=true needs the shape that follows the load. Set "
+            '"shape": "auto", or remove share_nodes.'
+        )
+    return shares
 
 
 def _parse_trace(value: Any) -> dict[str, Any] | None:

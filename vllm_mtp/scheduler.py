@@ -32,7 +32,7 @@ class TreeSchedulerMixin(_Upstream):  # type: ignore[misc]
         self._note = note_of(config.shape, config.shape.num_steps)
         self._chains: set[str] = set()
         # Nodes drafted -> depth, where trees have several sizes.
-        ladder = ladder_of(self.vllm_config, config.shape) if config.auto else ()
+        ladder = ladder_of(self.vllm_config, config) if config.auto else ()
         self._depths = {rung.num_drafts: rung.num_steps for rung in ladder}
         self._shared = shared_nodes(ladder)
         # Of the pass at hand: what a request verified on average; 0: all its drafts.

@@ -44,7 +44,7 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         super().__init__(vllm_config, device)
         config = compat.read_config(vllm_config)
         self.shape = config.shape
-        self.ladder = ladder_of(vllm_config, config.shape) if config.auto else None
+        self.ladder = ladder_of(vllm_config, config) if config.auto else None
         # One fused graph of all levels for every depth; none before graphs are set up.
         self.level_graphs: dict[int, SpeculatorCudaGraphManager] = {}
         self.skips_head = self.is_capturing = False

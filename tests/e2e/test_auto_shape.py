@@ -12,7 +12,7 @@ from tests.helpers.engine import counters, engine, generate, runner_of
 from tests.helpers.prompts import held_out
 from vllm_mtp.auto.ladder import Rung
 
-AUTO = {"method": "mtp_tree", "shape": "auto"}
+AUTO = {"method": "mtp_tree", "shape": "auto", "share_nodes": True}
 COUNT, TOKENS = 8, 64
 
 

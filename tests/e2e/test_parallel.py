@@ -75,7 +75,9 @@ def serve(
 ) -> tuple[Any, list[list[str]]]:
     """Ids, and the hashes of both ranks over at least ``STEPS`` steps."""
     params = sampling(COUNT, (0.0, 0.8), TOKENS)
-    config = {"method": "mtp_tree", "shape": "auto"} if shares else mtp_tree(3, 4, 7)
+    config = (
+        {"method": "mtp_tree", "share_nodes": True} if shares else mtp_tree(3, 4, 7)
+    )
     with engine(config, **{**SETTINGS, **TWO_RANKS, **settings}) as llm:
         if shares:
             share_nodes(llm)

@@ -61,7 +61,9 @@ def test_ids_are_those_without_speculation(backend: str | None) -> None:
         "mixed": sampling(COUNT, (0.0, 0.8), TOKENS),
     }
     found = {}
-    with engine({"method": "mtp_tree", "shape": "auto"}, **settings) as llm:
+    with engine(
+        {"method": "mtp_tree", "shape": "auto", "share_nodes": True}, **settings
+    ) as llm:
         for name, params in runs.items():
             found[name], replays, kept = serve_shared(llm, params)
             # Most of the 20 or so steps after the prompts are in, until requests end.

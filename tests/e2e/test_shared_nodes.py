@@ -141,7 +141,12 @@ def shared(reference: Any, trace: Path) -> Iterator[Scheduled]:
     with (
         cache_root(trace.parent),
         scheduled_engine(
-            {"method": "mtp_tree", "shape": "auto", "trace": settings},
+            {
+                "method": "mtp_tree",
+                "shape": "auto",
+                "share_nodes": True,
+                "trace": settings,
+            },
             logits_processors=[NoReturn],
         ) as s,
     ):

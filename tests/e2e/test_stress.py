@@ -28,7 +28,7 @@ SPECULATIVE: dict[str, dict[str, Any]] = {
     "chain": mtp_tree(3, 1, 3),
     "wide": mtp_tree(4, 2, 12),
     "auto": {"method": "mtp_tree", "shape": "auto"},
-    "shared": {"method": "mtp_tree", "shape": "auto"},
+    "shared": {"method": "mtp_tree", "share_nodes": True},
 }
 IN_CI = {"tree"}
 

@@ -103,6 +103,7 @@ def _score(
     for split, kind, place in zip(splits, params, places, strict=True):
         kind = kind.clone()
         kind.max_tokens, kind.logprobs = place + 1, None
+        kind.min_tokens = min(kind.min_tokens, kind.max_tokens)
         kind.logprob_token_ids = [split.ours, split.theirs]
         asked.append(kind)
     inputs = [{"prompt_token_ids": p} for p in prompts]

@@ -51,7 +51,7 @@ def use_every_size(llm: Any) -> None:
 def main() -> None:
     for name, config in {
         "tree": {"method": "mtp_tree", "shape": "fixed"},
-        "auto": {"method": "mtp_tree", "shape": "auto"},
+        "auto": {"method": "mtp_tree", "share_nodes": True},
     }.items():
         with engine(config, **SETTINGS) as llm:
             if name == "auto":

@@ -25,7 +25,7 @@ from vllm_mtp.auto.profile import fill_table
 from vllm_mtp.config import AUTO_SIZES, SettingsError, TreeShape, parse_settings
 
 LARGEST = TreeShape(6, 3, 15)
-LADDER = build_ladder(LARGEST)
+LADDER = build_ladder(LARGEST, may_share=True)
 
 
 def test_ladder_ends_with_the_largest_tree() -> None:
@@ -40,7 +40,7 @@ def test_ladder_ends_with_the_largest_tree() -> None:
 @pytest.mark.parametrize("nodes", range(2, 25))
 def test_drafts_name_a_rung(nodes: int) -> None:
     """Catches: a size of one's own that shares its number with a shared rung."""
-    ladder = build_ladder(TreeShape(6, 4, nodes))
+    ladder = build_ladder(TreeShape(6, 4, nodes), may_share=True)
     drafts = [rung.num_drafts for rung in ladder]
     assert len(set(drafts)) == len(drafts)
     assert max(drafts) == nodes
@@ -68,7 +68,7 @@ def test_sharing_accepts_more_of_certain_text() -> None:
 @pytest.mark.parametrize("shape", [(1, 2, 2), (2, 2, 6), (3, 4, 7), (16, 2, 20)])
 def test_every_rung_has_enough_candidates(shape: tuple[int, int, int]) -> None:
     largest = TreeShape(*shape)
-    for rung in build_ladder(largest)[1:]:
+    for rung in build_ladder(largest, may_share=True)[1:]:
         assert rung.num_nodes <= largest.candidates_of(rung.num_steps)
         assert rung.num_steps <= largest.num_steps
 

@@ -13,7 +13,7 @@ from vllm_mtp.auto.policy import Policy
 from vllm_mtp.auto.scheduler import AutoShapeMixin
 from vllm_mtp.config import TreeShape
 
-LADDER = build_ladder(TreeShape(6, 3, 15))
+LADDER = build_ladder(TreeShape(6, 3, 15), may_share=True)
 WIDTHS = [rung.num_drafts for rung in LADDER]
 
 

@@ -57,6 +57,8 @@ def test_sglang_names_are_translated_and_the_root_discounted() -> None:
             "needs the shape that follows the load",
         ),
         ({"shape": "auto", "max_draft_context": 0}, "out of range; use 1 to"),
+        ({"topk": 2, "share_nodes": True}, "needs the shape that follows the load"),
+        ({"shape": "auto", "share_nodes": 1}, "share_nodes"),
         ({"topk": 2048}, "use 1 to 32"),
         ({"topk": "4"}, "topk='4' must be a whole number from 1 to 32"),
         ({"topk": True}, "must be a whole number"),

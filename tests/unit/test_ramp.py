@@ -24,7 +24,7 @@ from vllm_mtp.auto.ladder import build_ladder
 from vllm_mtp.auto.policy import Policy
 from vllm_mtp.config import TreeShape
 
-LADDER = build_ladder(TreeShape(6, 3, 14))
+LADDER = build_ladder(TreeShape(6, 3, 14), may_share=True)
 SCHEDULE = Schedule((1, 4, 1), 10, 2.5)
 
 

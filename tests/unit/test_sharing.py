@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,10 @@ from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
 from vllm_mtp.auto.ladder import Rung, build_ladder, ladder_of
 from vllm_mtp.auto.sharing import NodeBudget, keep_best
-from vllm_mtp.config import TreeShape
+from vllm_mtp.config import MTPConfig, TreeShape
 
 NODES, MAX_REQS = 15, 12
-LADDER = build_ladder(TreeShape(6, 3, NODES))
+LADDER = build_ladder(TreeShape(6, 3, NODES), may_share=True)
 SHARED = [rung for rung in LADDER if rung.is_shared]
 INF = math.inf
 
@@ -253,10 +254,12 @@ def test_which_steps_share() -> None:
     assert not serves(budget, SHARED[0].num_drafts, 15)
 
 
-def test_nothing_is_shared_beside_adapters() -> None:
+def test_nothing_is_shared_unasked_or_beside_adapters() -> None:
     """vLLM repeats a request's adapter by the rows that the host scheduled for it."""
-    shape = TreeShape(6, 3, NODES)
-    assert ladder_of(SimpleNamespace(lora_config=None), shape) == LADDER
-    ladder = ladder_of(SimpleNamespace(lora_config=object()), shape)
-    assert ladder == tuple(rung for rung in LADDER if not rung.is_shared)
-    assert len(ladder) < len(LADDER)
+    equal = tuple(rung for rung in LADDER if not rung.is_shared)
+    assert len(equal) < len(LADDER)
+    shares = MTPConfig(TreeShape(6, 3, NODES), auto=True, share_nodes=True)
+    unasked = replace(shares, share_nodes=False)
+    assert ladder_of(SimpleNamespace(lora_config=None), shares) == LADDER
+    assert ladder_of(SimpleNamespace(lora_config=object()), shares) == equal
+    assert ladder_of(SimpleNamespace(lora_config=None), unasked) == equal

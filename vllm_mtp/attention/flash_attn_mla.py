@@ -52,7 +52,9 @@ class TreeFlashAttnMLAMetadataBuilder(
         """Upstream takes the longest query from the host's lengths, which are only
         equal shares where a batch shares its nodes."""
         state = get_state()
-        longest = state.ragged_query_len if state is not None else 0
+        longest = 0
+        if state is not None and self.tree_role == "verify":
+            longest = state.ragged_query_len
         if self._capturing:
             longest = kwargs["max_query_len"]
         if longest <= int(kwargs["query_start_loc_cpu"].diff().max()):

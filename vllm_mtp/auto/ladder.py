@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_mtp.config import TreeShape
+from vllm_mtp.config import MTPConfig, TreeShape
 
 PAIRS = ((1, 1), (2, 2), (3, 3), (5, 3), (7, 6), (15, 6))
 """(N, S) of the rungs. Chosen in simulation on traced trees: sampled text wants
@@ -60,7 +60,7 @@ class Rung:
 OFF = Rung(0, 0)
 
 
-def build_ladder(largest: TreeShape, may_share: bool = True) -> tuple[Rung, ...]:
+def build_ladder(largest: TreeShape, may_share: bool = False) -> tuple[Rung, ...]:
     """Off, then every rung that ``largest`` holds, ``largest`` itself last.
 
     A shared rung comes after the equal one of as many nodes, if that is there too.
@@ -84,13 +84,14 @@ def build_ladder(largest: TreeShape, may_share: bool = True) -> tuple[Rung, ...]
     return tuple(rungs)
 
 
-def ladder_of(vllm_config: Any, largest: TreeShape) -> tuple[Rung, ...]:
+def ladder_of(vllm_config: Any, config: MTPConfig) -> tuple[Rung, ...]:
     """The ladder of an engine, the same in its scheduler and its workers.
 
     Nothing is shared where there are LoRA adapters: vLLM finds a row's adapter by the
     host's row counts.
     """
-    return build_ladder(largest, may_share=vllm_config.lora_config is None)
+    may_share = config.share_nodes and vllm_config.lora_config is None
+    return build_ladder(config.shape, may_share)
 
 
 def shared_nodes(ladder: Iterable[Rung]) -> dict[int, int]:

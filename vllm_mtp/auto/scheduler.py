@@ -36,7 +36,7 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = compat.read_config(self.vllm_config)
-        ladder = ladder_of(self.vllm_config, config.shape)
+        ladder = ladder_of(self.vllm_config, config)
         self.rung_of = {rung.num_drafts: i for i, rung in enumerate(ladder)}
         self.nodes_of = shared_nodes(ladder)
         table = self._load_costs(ladder)

@@ -251,7 +251,7 @@ def _list_sizes(settings: ParsedSettings) -> list[list[int]]:
     shape = settings.config.shape
     if not settings.config.auto:
         return [[shape.num_nodes, shape.num_steps]]
-    return [rung.to_list() for rung in build_ladder(shape)]
+    return [rung.to_list() for rung in build_ladder(shape, settings.config.share_nodes)]
 
 
 def list_buffers(
