@@ -176,6 +176,42 @@ def test_a_factor_learns_what_the_model_misses() -> None:
     assert model.predict(large) - 1 == pytest.approx(1.75, rel=0.06)
 
 
+def test_other_requests_teach_nothing_about_a_rung() -> None:
+    """Catches: the last requests of a batch, which are hard to guess, blamed on the
+    size that is chosen for so few."""
+    model = AcceptanceModel(LADDER, 3)
+    small, large = LADDER.index(Rung(3, 3)), LADDER.index(Rung(7, 6))
+    for _ in range(20):
+        for _ in range(8):
+            model.observe(small, [0, 1, 2, 3] * 32)
+        for _ in range(8):
+            model.observe(large, [0, 1, 1, 2] * 4)
+    assert model.factors == [1.0] * len(LADDER)
+    # Nor do they while a comparison is under way.
+    for count in (128, 128, 100, 60, 30):
+        model.observe(small, [0, 1, 2, 3] * (count // 4))
+    assert model.factors == [1.0] * len(LADDER)
+    for _ in range(4):
+        model.observe(large, [0, 0, 1, 1] * 7)
+    model.observe(small, [0, 1, 1, 2] * 7)
+    assert model.factors[large] < 1
+
+
+def test_few_requests_teach_little_about_a_rung() -> None:
+    """One request is not like the many that the expectation comes from."""
+    factors = []
+    for count in (1, 64):
+        model = AcceptanceModel(LADDER, 3)
+        small, large = LADDER.index(Rung(3, 3)), LADDER.index(Rung(7, 6))
+        for _ in range(64 // count * 8):
+            model.observe(small, [2] * count)
+        for _ in range(64 // count * 4):
+            model.observe(large, [1] * count)
+        factors.append(model.factors[large])
+    assert 0.9 < factors[0] < 1
+    assert factors[1] < 0.85
+
+
 def test_costs_interpolate_and_never_fall() -> None:
     assert interpolate((1, 3), (10.0, 20.0), 2) == 15
     assert interpolate((1, 3), (10.0, 20.0), 5) == 30

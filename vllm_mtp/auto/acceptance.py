@@ -32,6 +32,9 @@ MEMORY = 384.0
 VISIT = 256
 """Trees after a change of rung that tell how wrong the model is between the two."""
 
+SAME = 0.05
+"""Change of the batch, relatively, up to which its text is taken to be the same."""
+
 FACTOR_SPREAD = 0.06
 """How wrong, relatively, the model may be between two rungs before anything is seen."""
 
@@ -40,6 +43,10 @@ DRIFT = 0.003
 
 NOISE = 1.2
 """Standard deviation of the nodes one tree has accepted."""
+
+SPREAD = 0.8
+"""The same between requests, of what their trees have accepted on average: what was
+expected comes from others too."""
 
 FACTOR_RANGE = (0.75, 1.33)
 
@@ -128,6 +135,8 @@ class AcceptanceModel:
         # No comparison for the rung in use, since nothing was known before or it is
         # done; nothing known of the text.
         self.is_learned = self.is_stale = True
+        # Trees of the last step, and of the first one of the rung in use.
+        self.batch = self.visit_batch = 0
 
     def observe(self, rung: int, accepted: Sequence[int]) -> None:
         """Take in one step: the nodes that each verified tree had accepted."""
@@ -136,9 +145,15 @@ class AcceptanceModel:
             self.is_stale = True
         if rung == 0 or not accepted:
             return
+        batch = len(accepted)
         if rung != self.rung or self.is_stale:
             self._learn_factor()
             self._enter(rung)
+            self.is_learned |= not _is_close(batch, self.batch)
+            self.visit_batch = batch
+        # Other requests, other text: those that are hard to guess stay for longest.
+        self.is_learned |= not _is_close(batch, self.visit_batch)
+        self.batch = batch
         if self.visit_trees < VISIT:
             self.visit_trees += len(accepted)
             self.visit_accepted += sum(accepted)
@@ -238,7 +253,8 @@ class AcceptanceModel:
             return
         self.is_learned = True
         seen = self.visit_accepted / trees
-        noise = NOISE / (trees**0.5 * max(expected, 0.2))
+        noise = (NOISE**2 / trees + SPREAD**2 / self.visit_batch) ** 0.5
+        noise /= max(expected, 0.2)
         spread = self.spreads[rung] + DRIFT
         gain = spread**2 / (spread**2 + noise**2)
         self.spreads[rung] = spread * (1 - gain) ** 0.5
@@ -246,6 +262,11 @@ class AcceptanceModel:
         known = 1 + FADE * (self.factors[rung] - 1)
         wanted = known * (1 + gain * (seen / expected - 1))
         self.factors[rung] = min(max(wanted, low), high)
+
+
+def _is_close(batch: int, other: int) -> bool:
+    """Whether the requests of two steps can be taken to be the same."""
+    return abs(batch - other) <= SAME * other
 
 
 def _between(grid: Sequence[float], value: float) -> tuple[int, float]:
