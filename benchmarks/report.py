@@ -220,6 +220,27 @@ def serving_table(record: Record) -> str:
     return text
 
 
+def lengths_table(record: Record) -> str:
+    """What speculation gains at each input length, over prompts that end alike."""
+    greedy = [row for row in record["rows"] if row["temperature"] == 0]
+    lengths = sorted({row["input_len"] for row in greedy})
+    rows = {(row["batch"], row["input_len"]): row for row in greedy}
+
+    def gain(batch: int, length: int) -> tuple[float, str]:
+        row = rows[batch, length]
+        names = {"chain": f"chain:{row['chain']}", "tree": f"tree:{row['tree']}"}
+        best = max(names, key=lambda family: row[f"{family}_tok_s"])
+        return row[f"{best}_tok_s"] / row["off_tok_s"], names[best]
+
+    lines = []
+    for batch in sorted({batch for batch, _ in rows}):
+        gains = [gain(batch, length) for length in lengths]
+        cells = [f"{times(value)} ({name})" for value, name in gains]
+        lines.append([batch, *cells, times(gains[-1][0] / gains[0][0])])
+    heads = [f"best / off at input {length}" for length in lengths]
+    return table(["batch", *heads, "longest / shortest"], lines)
+
+
 LOAD_COLUMNS = {
     "input": "input_len",
     "batch": "batch",
@@ -622,6 +643,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "results:summary": summary,
     "results:losses": losses,
     "results:serving": lambda: section("serving_h200", serving_table),
+    "results:lengths": lambda: section("serving_lengths_h200", lengths_table),
     "results:load": lambda: section("load_h200", load_table),
     "results:shared_budget": lambda: section("shared_budget", budget_table),
     "results:ramp": lambda: section("ramp_h200", ramp_table),
