@@ -17,14 +17,16 @@ def unequal_beyond_ties(
     found: list[list[int]],
     tolerance: float = BFLOAT16_LOGIT_TOLERANCE,
     params: list[Any] | None = None,
+    measured: bool = False,
 ) -> list[str]:
     """Outputs that differ for another reason than a floating-point tie.
 
     At the first mismatch the common prefix is scored again without speculation, twice:
     as a prompt, and by decoding up to it once more. Both tokens must lie within
-    ``tolerance`` of each other, in log-probability, by one of the two. Where those
-    disagree by more than ``tolerance`` (a router that took another expert), that is how
-    exact the model is there. Returns one line per output that fails.
+    ``tolerance`` of each other, in log-probability, by one of the two. With
+    ``measured`` it is enough that they are no further apart than the two scores: how
+    exact kernels are whose precision is not that of the logits (FP8 KV). Returns one
+    line per output that fails.
 
     ``params`` are needed where requests are sampled: their temperature scales the
     scores, and the noise of their seed and their logit bias are added.
@@ -70,8 +72,8 @@ def unequal_beyond_ties(
         bias = kind.logit_bias or {}
         extra += scale * (bias.get(split.theirs, 0.0) - bias.get(split.ours, 0.0))
         gaps = [scale * score + extra for score in scores if score is not None]
-        exact = max(tolerance * scale, max(gaps) - min(gaps))
-        if min(map(abs, gaps)) > exact:
+        exact = max(gaps) - min(gaps) if measured else 0.0
+        if min(map(abs, gaps)) > max(tolerance * scale, exact):
             told = " and ".join(f"{gap:.3f}" for gap in gaps)
             faults.append(f"output {split.output}, token {split.first}: {told} apart")
     return faults
