@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.test_ids import sampling
-from tests.helpers.engine import counters, engine, generate, runner_of
+from tests.helpers.engine import WITH_GRAPHS, counters, engine, generate, runner_of
 from tests.helpers.margin import unequal_beyond_ties
 from tests.helpers.prompts import held_out
 
@@ -20,7 +20,7 @@ LENGTHS = (1, 2, 3, 7, 8, 9, 33, 120)
 SETTINGS: dict[str, Any] = {
     "attention_backend": None,
     "dtype": "bfloat16",
-    "enforce_eager": False,
+    **WITH_GRAPHS,
     "max_model_len": 2048,
     "max_num_seqs": 64,
     "kv_cache_memory_bytes": 1 << 30,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.conftest import GPUS
 from tests.e2e.test_ids import mtp_tree, sampling
-from tests.helpers.engine import counters, engine, generate, runner_of
+from tests.helpers.engine import WITH_GRAPHS, counters, engine, generate, runner_of
 from tests.helpers.int4_tiny import METHODS, save_int4
 from tests.helpers.margin import FLOAT16_LOGIT_TOLERANCE, unequal_beyond_ties
 from tests.helpers.prompts import held_out
@@ -28,7 +28,7 @@ PROMPTS = held_out(COUNT, (1, 9, 20, 33))
 TEMPERATURES = (0.0, 0.8)
 SETTINGS: dict[str, Any] = {"dtype": "float16"}
 if GPUS:
-    SETTINGS |= {"attention_backend": None, "enforce_eager": False}
+    SETTINGS |= {"attention_backend": None, **WITH_GRAPHS}
 LINEARS = {
     "awq": "AutoAWQMarlinLinearMethod",
     "gptq": "AutoGPTQLinearMethod",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.test_ids import mtp_tree, sampling
-from tests.helpers.engine import counters, engine, generate
+from tests.helpers.engine import WITH_GRAPHS, counters, engine, generate
 from tests.helpers.margin import unequal_beyond_ties
 from tests.helpers.prompts import held_out
 
@@ -17,7 +17,7 @@ COUNT, TOKENS = 16, 96
 SETTINGS: dict[str, Any] = {
     "dtype": "bfloat16",
     "kv_cache_dtype": "fp8",
-    "enforce_eager": False,
+    **WITH_GRAPHS,
     "max_num_seqs": COUNT,
     "kv_cache_memory_bytes": 1 << 30,
 }

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import GPUS
 from tests.e2e.test_ids import mtp_tree, sampling
-from tests.helpers.engine import MODEL, counters, engine, generate
+from tests.helpers.engine import MODEL, WITH_GRAPHS, counters, engine, generate
 from tests.helpers.margin import unequal_beyond_ties
 from tests.helpers.prompts import held_out
 from tests.helpers.rank_hashes import WORKER_EXTENSION
@@ -30,7 +30,7 @@ if GPUS:
     SETTINGS = {
         "attention_backend": None,
         "dtype": "bfloat16",
-        "enforce_eager": False,
+        **WITH_GRAPHS,
         "max_num_seqs": 16,
         "kv_cache_memory_bytes": 256 << 20,
     }

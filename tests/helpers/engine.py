@@ -22,6 +22,14 @@ CPU_SETTINGS: dict[str, Any] = {
 }
 
 
+WITH_GRAPHS: dict[str, Any] = {
+    "enforce_eager": False,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+}
+"""CUDA graphs without ``torch.compile``, which takes a minute or more an engine and has
+no part in trees; ``test_ids_bf16.py`` and ``test_no_sync.py`` run with it."""
+
+
 @contextlib.contextmanager
 def engine(speculative: dict[str, Any] | None = None, **settings: Any) -> Iterator[Any]:
     """An ``LLM`` inside this process, shut down at the end.

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.conftest import GPUS
-from tests.helpers.engine import counters, engine, runner_of
+from tests.helpers.engine import WITH_GRAPHS, counters, engine, runner_of
 
 MAX_MODEL_LEN = 512 if GPUS else 192
 BLOCK_SIZE = 16
@@ -24,7 +24,7 @@ if GPUS:
     SETTINGS |= {
         "attention_backend": None,
         "dtype": "bfloat16",
-        "enforce_eager": False,
+        **WITH_GRAPHS,
         "kv_cache_memory_bytes": 256 << 20,
     }
 
