@@ -255,7 +255,7 @@ LOAD_COLUMNS = {
 
 
 def load_table(record: Record) -> str:
-    """Greedy output tokens per second by load, and what auto chose at the end."""
+    """Greedy output tokens per second by load, and what auto used in most steps."""
     ratios = ("off", "best", "single")
     single = next((r["single_shape"] for r in record["rows"] if "single" in r), "-")
     text = table(

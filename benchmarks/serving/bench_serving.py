@@ -38,7 +38,7 @@ from benchmarks.serving.setup import (
 from benchmarks.serving.stopwatch import KernelCount, Stopwatch
 from tests.helpers.engine import engine, runner_of
 from vllm_mtp.tuning.decode import Window, decode, decode_rounds, same_share
-from vllm_mtp.tuning.run import auto_choice
+from vllm_mtp.tuning.run import ChoiceWatch
 from vllm_mtp.tuning.shapes import Shape
 
 SHAPES = (
@@ -206,10 +206,13 @@ class Bench:
                     llm, cycle, batch, rounds, temperature, args.tokens
                 )
                 settled -= seen.steps
-            window = decode_rounds(llm, cycle, batch, rounds, temperature, args.tokens)
+            choices = ChoiceWatch(llm) if speculation.family == "auto" else None
+            window = decode_rounds(
+                llm, cycle, batch, rounds, temperature, args.tokens, choices
+            )
             rows.append(self.row(speculation, temperature, length, batch, window))
-            if speculation.family == "auto":
-                rows[-1]["chose"] = auto_choice(llm)
+            if choices is not None:
+                rows[-1]["chose"] = choices.most_used()
             print(*(f"{k}={v}" for k, v in rows[-1].items()), flush=True)
         return rows
 

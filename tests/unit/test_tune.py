@@ -1,14 +1,16 @@
 """``vllm-mtp tune``: what it asks for, and what it makes of measurements."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
+from vllm_mtp.auto.ladder import Rung
 from vllm_mtp.cli import tune as module
 from vllm_mtp.cli.main import app
 from vllm_mtp.tuning.report import plot, recommend
-from vllm_mtp.tuning.run import cut_prompts
+from vllm_mtp.tuning.run import ChoiceWatch, cut_prompts
 from vllm_mtp.tuning.shapes import Shape
 
 
@@ -121,3 +123,15 @@ def test_a_file_that_cannot_be_written_costs_no_result(
     assert result.exit_code == 1
     assert "cannot be written" in result.output
     assert "Recommended: chain:3" in result.output
+
+
+def test_what_auto_used_is_not_what_it_ended_with() -> None:
+    policy = SimpleNamespace(ladder=(Rung(0, 0), Rung(3, 3), Rung(3, 6, 6)), current=2)
+    scheduler = SimpleNamespace(shape_policy=policy)
+    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
+    watch = ChoiceWatch(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core)))
+    assert watch.most_used() == [3, 6, 6]
+    for step in range(1, 8):
+        policy.current = 1 if step < 6 else 0
+        watch(step)
+    assert watch.most_used() == [3, 3]

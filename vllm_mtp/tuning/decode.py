@@ -120,12 +120,13 @@ def decode_rounds(
     rounds: int,
     temperature: float,
     num_tokens: int,
+    observe: Callable[[int], None] | None = None,
 ) -> Window:
     """Several batches one after the other, each of other prompts, as one window."""
     total = Window()
     for index in range(rounds):
         part = prompts[index * batch : (index + 1) * batch]
-        total.add(decode(llm, part, temperature, num_tokens))
+        total.add(decode(llm, part, temperature, num_tokens, observe))
     return total
 
 

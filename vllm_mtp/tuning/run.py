@@ -1,6 +1,7 @@
 """Measures one configuration over batch sizes, in a process of its own."""
 
 import multiprocessing
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ def measure_all(
 
 def measure(job: Job, shape: Shape) -> list[Row]:
     """Rows of one engine: ``shape``, ``batch``, ``tok_s``, ``accept_length``,
-    ``step_ms`` and, for ``auto``, ``chose`` (N and S at the end).
+    ``step_ms`` and, for ``auto``, ``chose`` (``ChoiceWatch``).
 
     Prompts are read into the prefix cache first; only steps in which the whole batch
     decodes are timed.
@@ -78,6 +79,7 @@ def measure(job: Job, shape: Shape) -> list[Row]:
     rows = []
     for batch in job.batches:
         decode(llm, prompts[:batch], job.temperature, 3 * shape.num_steps + 4)
+        choices = ChoiceWatch(llm) if shape.family == "auto" else None
         window = decode_rounds(
             llm,
             prompts,
@@ -85,6 +87,7 @@ def measure(job: Job, shape: Shape) -> list[Row]:
             ROUNDS.get(batch, 1),
             job.temperature,
             job.output_len,
+            choices,
         )
         row = {
             "shape": shape.name,
@@ -93,8 +96,8 @@ def measure(job: Job, shape: Shape) -> list[Row]:
             "accept_length": round(window.accept_length, 3),
             "step_ms": round(window.step_ms, 3),
         }
-        if shape.family == "auto":
-            row["chose"] = auto_choice(llm)
+        if choices is not None:
+            row["chose"] = choices.most_used()
         rows.append(row)
     llm.llm_engine.engine_core.shutdown()
     return rows
@@ -109,14 +112,25 @@ def policy_of(llm: Any) -> Any:
     return getattr(scheduler, "shape_policy", None)
 
 
-def auto_choice(llm: Any) -> list[int]:
-    """The tree size that ``"shape": "auto"`` has settled on (``Rung.to_list``).
+class ChoiceWatch:
+    """Told of every step of a window, it knows what ``"shape": "auto"`` used there.
 
+    At the end of a batch few requests are left, and other sizes are right for them.
     ``llm`` must run its engine in this process.
     """
-    policy = policy_of(llm)
-    rung: Rung = policy.ladder[policy.current]
-    return rung.to_list()
+
+    def __init__(self, llm: Any) -> None:
+        self.policy = policy_of(llm)
+        self.steps: Counter[int] = Counter()
+
+    def __call__(self, step: int) -> None:
+        self.steps[self.policy.current] += 1
+
+    def most_used(self) -> list[int]:
+        """The tree size of most steps (``Rung.to_list``)."""
+        used = self.steps.most_common(1)
+        rung: Rung = self.policy.ladder[used[0][0] if used else self.policy.current]
+        return rung.to_list()
 
 
 def cut_prompts(
