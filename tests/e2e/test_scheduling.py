@@ -2,7 +2,7 @@
 
 Every scenario runs on one engine; the reference runs afterwards, so that bfloat16 runs
 on GPUs can be held to the margin rule. On a machine with a GPU this file runs with
-vLLM's defaults there: graphs, async scheduling and the backends below.
+graphs, async scheduling and the backends below.
 """
 
 from collections.abc import Callable

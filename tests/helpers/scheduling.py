@@ -20,7 +20,7 @@ BLOCK_SIZE = 16
 
 SETTINGS: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 16}
 if GPUS:
-    # Graphs, chunked prefill, prefix caching and async scheduling: vLLM's defaults.
+    # Chunked prefill, prefix caching and async scheduling are vLLM's defaults there.
     SETTINGS |= {
         "attention_backend": None,
         "dtype": "bfloat16",
