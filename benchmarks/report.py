@@ -241,6 +241,28 @@ def lengths_table(record: Record) -> str:
     return table(["batch", *heads, "longest / shortest"], lines)
 
 
+ROUNDING_COLUMNS = {
+    "outputs": "outputs",
+    "differ": "differ",
+    "beyond the tolerance": "beyond",
+    "largest gap": "largest",
+}
+
+
+def rounding_table(record: Record) -> str:
+    """How far noise as large as rounding moves outputs without any trees."""
+    return table(
+        ["noise", *ROUNDING_COLUMNS],
+        (
+            [
+                f"1 / {1 / row['noise']:.0f}",
+                *(row[k] for k in ROUNDING_COLUMNS.values()),
+            ]
+            for row in record["rows"]
+        ),
+    )
+
+
 LOAD_COLUMNS = {
     "input": "input_len",
     "batch": "batch",
@@ -643,6 +665,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "results:summary": summary,
     "results:losses": losses,
     "results:serving": lambda: section("serving_h200", serving_table),
+    "results:rounding": lambda: section("rounding", rounding_table),
     "results:lengths": lambda: section("serving_lengths_h200", lengths_table),
     "results:load": lambda: section("load_h200", load_table),
     "results:shared_budget": lambda: section("shared_budget", budget_table),

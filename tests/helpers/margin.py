@@ -33,15 +33,10 @@ def unequal_beyond_ties(
     """
     from vllm import SamplingParams
 
-    splits = []
-    for i, (ours, theirs) in enumerate(zip(found, reference, strict=True)):
-        if ours == theirs:
-            continue
-        pairs = enumerate(zip(ours, theirs, strict=False))
-        first = next((j for j, (a, b) in pairs if a != b), None)
-        if first is None:
-            return [f"output {i}: lengths {len(ours)} and {len(theirs)}"]
-        splits.append(Split(i, first, ours[first], theirs[first]))
+    try:
+        splits = _find_splits(reference, found)
+    except ValueError as error:
+        return [str(error)]
     if not splits:
         return []
     greedy = SamplingParams(temperature=0, ignore_eos=True)
@@ -77,6 +72,44 @@ def unequal_beyond_ties(
             told = " and ".join(f"{gap:.3f}" for gap in gaps)
             faults.append(f"output {split.output}, token {split.first}: {told} apart")
     return faults
+
+
+def score_splits(
+    reference_llm: Any,
+    prompts: list[list[int]],
+    reference: list[list[int]],
+    found: list[list[int]],
+) -> list[float]:
+    """How far both tokens are apart at the first difference of each greedy output."""
+    from vllm import SamplingParams
+
+    splits = _find_splits(reference, found)
+    scores = _score(
+        reference_llm,
+        [prompts[s.output] + reference[s.output][: s.first] for s in splits],
+        splits,
+        [SamplingParams(temperature=0, ignore_eos=True)] * len(splits),
+        [0] * len(splits),
+    )
+    return [abs(score) for score in scores if score is not None]
+
+
+def _find_splits(reference: list[list[int]], found: list[list[int]]) -> list["Split"]:
+    """Of every output that differs, where.
+
+    Raises:
+        ValueError: One is the front of the other.
+    """
+    splits = []
+    for i, (ours, theirs) in enumerate(zip(found, reference, strict=True)):
+        if ours == theirs:
+            continue
+        pairs = enumerate(zip(ours, theirs, strict=False))
+        first = next((j for j, (a, b) in pairs if a != b), None)
+        if first is None:
+            raise ValueError(f"output {i}: lengths {len(ours)} and {len(theirs)}")
+        splits.append(Split(i, first, ours[first], theirs[first]))
+    return splits
 
 
 @dataclass(frozen=True)
