@@ -376,7 +376,7 @@ def keep_graphs(
         manager: A ``CudaGraphManager``.
         batches: Numbers of requests whose uniform graphs stay.
         ragged: (requests, tokens) of decode graphs to add, for query lengths that
-            differ; those of most tokens a request first.
+            differ.
         max_query_len: Longest query in them.
     """
     from vllm.config.compilation import CUDAGraphMode

@@ -50,7 +50,7 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
         self.new_chains: tuple[str, ...] = ()
         # While step costs are measured, dummy rows count as real ones.
         self.is_measuring = False
-        # With "shape": "auto".
+        # Where a batch may share its nodes.
         self.budget: NodeBudget | None = None
 
     def _build_timer(self) -> PhaseTimer | None:
@@ -91,7 +91,7 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
         else:
             with compat.graph_widths([r.num_nodes for r in ladder if not r.is_shared]):
                 super().initialize_kv_cache(*args, **kwargs)
-            self._share_nodes(ladder)
+            self._choose_graphs(ladder)
         self._require_tree_backends()
         caches, groups = compat.target_kv_layers(
             self.vllm_config,
@@ -100,9 +100,9 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
         )
         self.kv_table = build_kv_table(caches, groups)
 
-    def _share_nodes(self, ladder: tuple[Rung, ...]) -> None:
-        """Let a batch verify its best nodes, by vLLM's adaptive verification."""
-        self.budget = NodeBudget(
+    def _choose_graphs(self, ladder: tuple[Rung, ...]) -> None:
+        """Those of every rung, shared ones too, for few batch sizes."""
+        budget = NodeBudget(
             ladder,
             self.tree,
             self.req_states,
@@ -113,8 +113,9 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
             self.cudagraph_manager,
             graph_batches(self.max_num_reqs),
             shared_graphs(ladder, self.max_num_reqs),
-            max_query_len=self.budget.widest + 1,
+            max_query_len=budget.widest + 1,
         )
+        self.budget = budget if budget.widest else None
 
     def _require_tree_backends(self) -> None:
         """Refuse a backend that would attend to tree rows as if they were a chain."""

@@ -14,6 +14,7 @@ from tests.e2e.test_ids import sampling
 from tests.helpers.engine import WITH_GRAPHS, counters, engine, generate, runner_of
 from tests.helpers.margin import unequal_beyond_ties
 from tests.helpers.prompts import held_out
+from vllm_mtp.tuning.run import policy_of
 
 COUNT, TOKENS = 40, 96
 LENGTHS = (1, 2, 3, 7, 8, 9, 33, 120)
@@ -41,8 +42,7 @@ class Watch:
 
 def serve(llm: Any, params: Any, shared: bool) -> tuple[list[list[int]], Watch]:
     """Ids while sizes change, of those that are shared or of the others."""
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    runner, policy = runner_of(llm), scheduler.shape_policy
+    runner, policy = runner_of(llm), policy_of(llm)
     manager, verifier = runner.cudagraph_manager, runner.rejection_sampler
     sizes = [i for i, r in enumerate(policy.ladder) if i and r.is_shared == shared]
     watch, steps, prompts = Watch(), [0], held_out(COUNT, LENGTHS)

@@ -18,6 +18,7 @@ from tests.helpers.engine import MODEL, WITH_GRAPHS, counters, engine, generate
 from tests.helpers.margin import unequal_beyond_ties
 from tests.helpers.prompts import held_out
 from tests.helpers.rank_hashes import WORKER_EXTENSION
+from vllm_mtp.tuning.run import policy_of
 
 LENGTHS = (1, 2, 7, 9, 33, 64, 65, 120)
 COUNT = 16 if GPUS else 3
@@ -65,7 +66,7 @@ def near_ties(target: Path) -> str:
 
 def share_nodes(llm: Any) -> None:
     """Let every step of an engine with ``"shape": "auto"`` share its nodes."""
-    policy = llm.llm_engine.engine_core.engine_core.scheduler.shape_policy
+    policy = policy_of(llm)
     shared = [i for i, rung in enumerate(policy.ladder) if rung.is_shared]
     policy.choose = lambda batch, context: shared[1]
 

@@ -41,13 +41,7 @@ def unequal_beyond_ties(
         return []
     greedy = SamplingParams(temperature=0, ignore_eos=True)
     kinds = [params[s.output] if params else greedy for s in splits]
-    as_prompt = _score(
-        reference_llm,
-        [prompts[s.output] + reference[s.output][: s.first] for s in splits],
-        splits,
-        [greedy] * len(splits),
-        [0] * len(splits),
-    )
+    as_prompt = _score_as_prompts(reference_llm, prompts, reference, splits)
     decoded = _score(
         reference_llm,
         [prompts[s.output] for s in splits],
@@ -81,16 +75,8 @@ def score_splits(
     found: list[list[int]],
 ) -> list[float]:
     """How far both tokens are apart at the first difference of each greedy output."""
-    from vllm import SamplingParams
-
     splits = _find_splits(reference, found)
-    scores = _score(
-        reference_llm,
-        [prompts[s.output] + reference[s.output][: s.first] for s in splits],
-        splits,
-        [SamplingParams(temperature=0, ignore_eos=True)] * len(splits),
-        [0] * len(splits),
-    )
+    scores = _score_as_prompts(reference_llm, prompts, reference, splits)
     return [abs(score) for score in scores if score is not None]
 
 
@@ -120,6 +106,24 @@ class Split:
     first: int
     ours: int
     theirs: int
+
+
+def _score_as_prompts(
+    llm: Any,
+    prompts: list[list[int]],
+    reference: list[list[int]],
+    splits: list[Split],
+) -> list[float | None]:
+    """``_score`` of the common prefixes."""
+    from vllm import SamplingParams
+
+    return _score(
+        llm,
+        [prompts[s.output] + reference[s.output][: s.first] for s in splits],
+        splits,
+        [SamplingParams(temperature=0, ignore_eos=True)] * len(splits),
+        [0] * len(splits),
+    )
 
 
 def _score(

@@ -11,6 +11,7 @@ from typing import Any
 
 from tests.helpers.engine import engine, generate, runner_of
 from tests.helpers.prompts import held_out
+from vllm_mtp.tuning.run import policy_of
 
 SETTINGS: dict[str, Any] = {
     "attention_backend": None,
@@ -43,7 +44,7 @@ def run(llm: Any) -> None:
 
 def use_every_size(llm: Any) -> None:
     """One after the other, whatever pays."""
-    policy = llm.llm_engine.engine_core.engine_core.scheduler.shape_policy
+    policy = policy_of(llm)
     steps = itertools.count()
     policy.choose = lambda batch, context: next(steps) // 3 % len(policy.ladder)
 

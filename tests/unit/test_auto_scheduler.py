@@ -22,7 +22,7 @@ def scheduler() -> Any:
     """One without vLLM's part."""
     made: Any = object.__new__(AutoShapeMixin)
     made.rung_of = {rung.num_drafts: index for index, rung in enumerate(LADDER)}
-    made.nodes_of = shared_nodes(LADDER)
+    made._shared = shared_nodes(LADDER)
     costs = CostModel(default_table(LADDER), len(LADDER), is_measured=True)
     made.shape_policy = Policy(LADDER, AcceptanceModel(LADDER, 3), costs)
     made._context, made._last_update, made._last_step = 1024, 0.0, None
@@ -104,3 +104,17 @@ def test_a_grammar_in_the_batch_tells_nothing_about_sharing(
         told = not (rung.is_shared and has_grammar)
         assert (policy.acceptance.trees > trees) == told, rung
         assert (policy.costs.weights[index] > weight) == told, rung
+
+
+@pytest.mark.parametrize(("grammars", "may"), [((), True), ((1,), False)])
+def test_nothing_is_shared_beside_a_grammar(
+    scheduler: Any, grammars: tuple[int, ...], may: bool
+) -> None:
+    """Its rows are filled in on the host."""
+    scheduler.running = [
+        SimpleNamespace(num_computed_tokens=9, use_structured_output=i in grammars)
+        for i in range(3)
+    ]
+    scheduler.max_num_scheduled_tokens = 64
+    assert scheduler[3] >= 0
+    assert scheduler.shape_policy.may_share is may

@@ -179,9 +179,8 @@ class TreeBuilderMixin:
         num_reqs, num_rows = metadata.num_decodes, metadata.num_decode_tokens
         longest = min(common.max_query_len, self.reorder_batch_threshold)
         ragged = state.ragged_query_len
-        if not self._capturing and ragged:
-            # A graph for batches that share is captured with the longest query of all.
-            longest = max(longest, ragged)
+        # A graph for batches that share is captured with the longest query of all.
+        longest = max(longest, ragged)
         if longest <= self.max_tree_rows:
             return num_reqs, num_rows, longest
         starts = common.query_start_loc_cpu[: num_reqs + 1].tolist()

@@ -66,20 +66,19 @@ def build_ladder(largest: TreeShape, may_share: bool = False) -> tuple[Rung, ...
     A shared rung comes after the equal one of as many nodes, if that is there too.
     """
     rungs = [OFF]
+    whole = TreeShape(largest.num_steps, largest.topk, 1)
     shared = {n: (steps, drafts) for n, steps, drafts in SHARED if may_share}
     for nodes, steps in PAIRS:
         if nodes >= largest.num_nodes:
             break
         steps = min(steps, largest.num_steps)
-        cand = TreeShape(largest.num_steps, largest.topk, 1).candidates_of(steps)
-        if nodes > cand:
+        if nodes > whole.candidates_of(steps):
             continue
         rungs.append(Rung(nodes, steps))
         deep, drafts = shared.get(nodes, (0, 0))
-        if 0 < deep <= largest.num_steps and drafts < largest.num_nodes:
-            cand = TreeShape(largest.num_steps, largest.topk, 1).candidates_of(deep)
-            if drafts <= cand:
-                rungs.append(Rung(nodes, deep, drafts))
+        fits = 0 < deep <= largest.num_steps and drafts < largest.num_nodes
+        if fits and drafts <= whole.candidates_of(deep):
+            rungs.append(Rung(nodes, deep, drafts))
     rungs.append(Rung(largest.num_nodes, largest.num_steps))
     return tuple(rungs)
 
@@ -105,7 +104,7 @@ def nodes_of_step(nodes_of: Mapping[int, int], scheduler_output: Any) -> int:
     The drafts of the widest request name the rung. Nothing is shared where rows are
     filled in on the host (grammars), which must know whose they are.
     """
-    if scheduler_output.has_structured_output_requests:
+    if not nodes_of or scheduler_output.has_structured_output_requests:
         return 0
     drafts = scheduler_output.scheduled_spec_decode_tokens.values()
     return nodes_of.get(max(map(len, drafts), default=0), 0)
@@ -121,7 +120,7 @@ def shared_graphs(ladder: tuple[Rung, ...], max_num_seqs: int) -> list[tuple[int
     sizes = {rung.num_nodes + 1 for rung in ladder if rung.is_shared}
     return [
         (batch, batch * width)
-        for width in sorted(sizes, reverse=True)
+        for width in sorted(sizes)
         for batch in graph_batches(max_num_seqs)
         if batch >= SHARED_FROM and batch * width <= MAX_GRAPH_ROWS
     ]

@@ -194,9 +194,9 @@ def fill_table(
     times = []
     for rung in range(num_rungs):
         shortest: list[float] = []
+        known = [batch for batch in batches if (rung, contexts[0], batch) in found]
         for at, batch in enumerate(batches):
             value = found.get((rung, contexts[0], batch))
-            known = [b for b in batches if (rung, contexts[0], b) in found]
             if known and batch < known[0]:
                 # A size of larger batches only.
                 value = found[rung, contexts[0], known[0]]

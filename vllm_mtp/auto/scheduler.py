@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_mtp import compat
 from vllm_mtp.auto.acceptance import AcceptanceModel
 from vllm_mtp.auto.costs import CostCacheError, CostModel, CostTable, default_table
-from vllm_mtp.auto.ladder import ladder_of, nodes_of_step, shared_nodes
+from vllm_mtp.auto.ladder import ladder_of, nodes_of_step
 from vllm_mtp.auto.policy import Policy
 from vllm_mtp.auto.profile import cost_key, cost_path
 from vllm_mtp.scheduler import TreeAsyncScheduler, TreeScheduler
@@ -38,7 +38,6 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
         config = compat.read_config(self.vllm_config)
         ladder = ladder_of(self.vllm_config, config)
         self.rung_of = {rung.num_drafts: i for i, rung in enumerate(ladder)}
-        self.nodes_of = shared_nodes(ladder)
         table = self._load_costs(ladder)
         self.shape_policy = Policy(
             ladder,
@@ -76,7 +75,9 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
             total = sum(request.num_computed_tokens for request in self.running)
             self._context = max(total // len(self.running), 1)
             # The rows of a grammar are filled in on the host.
-            policy.may_share = not any(r.use_structured_output for r in self.running)
+            policy.may_share = bool(self._shared) and not any(
+                request.use_structured_output for request in self.running
+            )
         self._lookups += 1
         if self.max_context is not None and self._context > self.max_context:
             return 0
@@ -125,8 +126,8 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
         widths = {len(tokens) for tokens in drafts.values()}
         width = next(iter(widths)) if len(widths) == 1 else -1 if widths else 0
         rung = self.rung_of.get(width)
-        shares = nodes_of_step(self.nodes_of, scheduler_output) > 0
-        if rung is None or shares != (width in self.nodes_of):
+        shares = nodes_of_step(self._shared, scheduler_output) > 0
+        if rung is None or shares != (width in self._shared):
             self._last_step = None
             return
         if rung == 0 and scheduler_output.num_spec_tokens_to_schedule == 0:
