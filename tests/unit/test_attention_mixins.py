@@ -136,6 +136,18 @@ def test_short_prefills_stay_where_upstream_runs_them(state):
     assert tree.rest == (0, 0)
 
 
+@pytest.mark.parametrize("behind", [[], [40]], ids=["alone", "before_a_prompt"])
+def test_shared_nodes_may_be_any_requests(state, behind):
+    """Catches: the host's equal shares taken for the longest query."""
+    builder = VarlenBuilder()
+    builder._init_reorder_batch_threshold(512, False)
+    state.verify_active, state.ragged_query_len = True, 5
+    batch = common([2, 2, *behind], [42, 12, *(2 * n for n in behind)])
+    tree = builder.build(0, batch).decode.tree
+    assert (tree.max_query_len, tree.max_suffix) == (5, 5)
+    assert len(tree.row_masks) == 4
+
+
 def test_rows_behind_the_trees_take_the_stock_path(state):
     """In front the tree path, behind it upstream's, in one output."""
     q = (torch.randn(5, 2, LATENT), torch.randn(5, 2, ROPE))

@@ -140,3 +140,12 @@ def test_an_idle_engine_keeps_its_choice() -> None:
     policy = make_policy()
     current = policy.choose(8, CONTEXT)
     assert policy.choose(0, CONTEXT) == current
+
+
+def test_nodes_are_shared_by_large_batches_that_may() -> None:
+    policy = make_policy(measured(World(0.05, 0.6, 0.9)))
+    shared = next(i for i, rung in enumerate(LADDER) if rung.is_shared)
+    assert policy.rate(shared, SHARED_FROM - 1, CONTEXT) == 0
+    assert policy.rate(shared, SHARED_FROM, CONTEXT) > 0
+    policy.may_share = False
+    assert policy.rate(shared, SHARED_FROM, CONTEXT) == 0
