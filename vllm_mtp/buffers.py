@@ -48,12 +48,12 @@ class TreeBuffers:
     cand_scores: torch.Tensor
     # [max_num_reqs, C] int32, candidate index of the parent, -1: child of the root
     cand_parents: torch.Tensor
-    # [max_num_reqs, k] int32, candidate index of each node being expanded
+    # [max_num_reqs, F] int32, candidate index of each node being expanded
     frontier: torch.Tensor
-    # [max_num_reqs * k, k] int64 and float32: children found for each frontier node
+    # [max_num_reqs * F, k] int64 and float32: children found for each frontier node
     topk_ids: torch.Tensor
     topk_logprobs: torch.Tensor
-    # [max_num_reqs * k] int64, ancestor bits of each frontier node in the scratch rows
+    # [max_num_reqs * F] int64, ancestor bits of each frontier node in the scratch rows
     scratch_masks: torch.Tensor
 
 
@@ -62,6 +62,7 @@ def build_tree_buffers(
 ) -> TreeBuffers:
     """Allocate every buffer; the causal and root-only defaults are valid trees."""
     rows, k, cand = shape.num_rows, shape.topk, shape.num_candidates
+    level = max_num_reqs * shape.frontier
     i32: Any = {"dtype": torch.int32, "device": device}
     i64: Any = {"dtype": torch.int64, "device": device}
     f32: Any = {"dtype": torch.float32, "device": device}
@@ -77,8 +78,8 @@ def build_tree_buffers(
         cand_tokens=torch.zeros((max_num_reqs, cand), **i64),
         cand_scores=torch.full((max_num_reqs, cand), float("-inf"), **f32),
         cand_parents=torch.full((max_num_reqs, cand), -1, **i32),
-        frontier=torch.zeros((max_num_reqs, k), **i32),
-        topk_ids=torch.zeros((max_num_reqs * k, k), **i64),
-        topk_logprobs=torch.zeros((max_num_reqs * k, k), **f32),
-        scratch_masks=torch.ones(max_num_reqs * k, **i64),
+        frontier=torch.zeros((max_num_reqs, shape.frontier), **i32),
+        topk_ids=torch.zeros((level, k), **i64),
+        topk_logprobs=torch.zeros((level, k), **f32),
+        scratch_masks=torch.ones(level, **i64),
     )

@@ -204,7 +204,7 @@ def _prepare_auto(engine_args: Any, config: MTPConfig) -> None:
     if not given and not engine_args.enforce_eager:
         max_num_seqs = engine_args.max_num_seqs or 512
         engine_args.cudagraph_capture_sizes = graph_sizes(
-            build_ladder(config.shape), config.shape.topk, max_num_seqs
+            build_ladder(config.shape), max_num_seqs
         )
 
 

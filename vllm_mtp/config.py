@@ -37,32 +37,42 @@ class TreeShape:
     """S, draft steps: the greatest depth of a node. 1 to 16."""
 
     topk: int = 4
-    """k, branching: children found for each expanded node, and nodes expanded per
-    step. 1 to 32; 1 drafts a chain."""
+    """k, branching: children found for each expanded node. 1 to 32; 1 drafts a
+    chain."""
 
     num_nodes: int = 7
     """N, drafted nodes verified per step, the root not counted: 1 to 63, and no more
     than there are candidates. vLLM's ``num_speculative_tokens``."""
 
+    frontier: int = -1
+    """F, nodes expanded per step, the best of the last level: 1 to k; -1: k, as in
+    EAGLE-2."""
+
     def __post_init__(self) -> None:
         _check_range("num_steps", self.num_steps, 1, MAX_STEPS)
         _check_range("topk", self.topk, 1, MAX_TOPK)
+        if self.frontier == -1:
+            object.__setattr__(self, "frontier", self.topk)
+        _check_range("frontier", self.frontier, 1, self.topk)
         _check_range("num_speculative_tokens", self.num_nodes, 1, MAX_ROWS - 1)
         if self.num_scratch_rows > MAX_ROWS:
             raise SettingsError(
-                f"mtp_tree: num_steps={self.num_steps} with topk={self.topk} expands "
-                f"{self.num_scratch_rows} nodes per request ((num_steps - 1) * topk); "
-                f"at most {MAX_ROWS} are possible. Lower num_steps to at most "
-                f"{MAX_ROWS // self.topk + 1} or topk to at most "
+                f"mtp_tree: num_steps={self.num_steps} with frontier={self.frontier} "
+                f"expands {self.num_scratch_rows} nodes per request ((num_steps - 1) * "
+                f"frontier, which is topk={self.topk} unless given); at most "
+                f"{MAX_ROWS} are possible. Lower num_steps to at most "
+                f"{MAX_ROWS // self.frontier + 1}, or frontier or topk to at most "
                 f"{MAX_ROWS // (self.num_steps - 1)}."
             )
         if self.num_nodes > self.num_candidates:
             raise SettingsError(
                 f"mtp_tree: num_speculative_tokens={self.num_nodes} nodes cannot be "
                 f"chosen from the {self.num_candidates} candidates that "
-                f"num_steps={self.num_steps} and topk={self.topk} make (topk + "
-                f"(num_steps - 1) * topk^2). Use num_speculative_tokens from 1 to "
-                f"{min(self.num_candidates, MAX_ROWS - 1)}, or raise num_steps or topk."
+                f"num_steps={self.num_steps}, topk={self.topk} and "
+                f"frontier={self.frontier} make (topk + (num_steps - 1) * frontier * "
+                f"topk). Use num_speculative_tokens from 1 to "
+                f"{min(self.num_candidates, MAX_ROWS - 1)}, or raise num_steps, topk "
+                "or frontier."
             )
 
     @property
@@ -82,21 +92,26 @@ class TreeShape:
 
     def candidates_of(self, num_steps: int) -> int:
         """Candidates of the first ``num_steps`` (at least one) drafting steps."""
-        return self.topk + (num_steps - 1) * self.topk**2
+        return candidates(num_steps, self.topk, self.frontier)
 
     @property
     def num_scratch_rows(self) -> int:
         """Nodes run through the MTP layer per request after the draft prefill."""
-        return (self.num_steps - 1) * self.topk
+        return (self.num_steps - 1) * self.frontier
 
     def describe(self) -> str:
         """One line for the start-up log; the root is never counted as a node."""
         return (
-            f"depth {self.num_steps}, branching {self.topk}, "
+            f"depth {self.num_steps}, branching {self.topk}, frontier {self.frontier}, "
             f"{self.num_candidates} candidates drafted per request and step, the best "
             f"{self.num_nodes} verified (the root is not counted; with it the target "
             f"runs {self.num_rows} rows a request)"
         )
+
+
+def candidates(num_steps: int, topk: int, frontier: int) -> int:
+    """Nodes drafted in ``num_steps`` levels: the root's children and the others'."""
+    return topk + (num_steps - 1) * frontier * topk
 
 
 def _check_range(name: str, value: object, low: int, high: int) -> None:
@@ -122,6 +137,7 @@ OWN_KEYS = (
     "num_steps",
     "topk",
     "num_speculative_tokens",
+    "frontier",
     "max_draft_context",
     "share_nodes",
     "trace",
@@ -171,7 +187,7 @@ FIXED_KEYS: dict[str, tuple[Any, str]] = {
 """vLLM keys that only have one meaning here: the value accepted, and why."""
 
 
-AUTO_SIZES = {"num_steps": 6, "topk": 3, "num_speculative_tokens": 15}
+AUTO_SIZES = {"num_steps": 6, "topk": 3, "num_speculative_tokens": 12, "frontier": 2}
 """Largest tree of ``"shape": "auto"`` unless the user gives sizes."""
 
 DYNAMIC_KEY = "num_speculative_tokens_per_batch_size"
@@ -364,37 +380,41 @@ def _check_key(key: str, value: Any) -> None:
 
 def _fill_auto(given: dict[str, Any]) -> TreeShape:
     """The largest tree of ``"shape": "auto"``; sizes left out fit those given."""
-    limits = zip(given.items(), (MAX_STEPS, MAX_TOPK, MAX_ROWS - 1), strict=True)
-    for (name, value), limit in limits:
+    limits = MAX_STEPS, MAX_TOPK, MAX_ROWS - 1, given["topk"] or MAX_TOPK
+    for (name, value), limit in zip(given.items(), limits, strict=True):
         if value is not None:
             _check_range(name, value, 1, limit)
-    steps, topk, nodes = given.values()
-    largest_steps, largest_topk, largest_nodes = AUTO_SIZES.values()
+    steps, topk, nodes, frontier = given.values()
+    largest_steps, largest_topk, largest_nodes, widest = AUTO_SIZES.values()
     if nodes == 1:
         raise SettingsError(
             'mtp_tree: "shape": "auto" needs num_speculative_tokens of 2 or more, the '
             "largest tree to choose; found 1."
         )
     if topk is None:
-        topk = min(largest_topk, nodes or largest_topk)
+        topk = max(min(largest_topk, nodes or largest_topk), frontier or 1)
+    if frontier is None:
+        frontier = min(widest, topk)
     if steps is None:
-        steps = min(largest_steps, nodes or largest_steps, MAX_ROWS // topk + 1)
+        steps = min(largest_steps, nodes or largest_steps, MAX_ROWS // frontier + 1)
     if nodes is None:
-        nodes = min(max(largest_nodes, topk), topk + (steps - 1) * topk**2)
+        nodes = min(max(largest_nodes, topk), candidates(steps, topk, frontier))
     if not 2 <= topk <= nodes:
         raise SettingsError(
             f'mtp_tree: "shape": "auto" with topk={topk} and num_speculative_tokens'
             f"={nodes} leaves nothing to choose; use topk from 2 to "
             "num_speculative_tokens, or remove shape for chains."
         )
-    return _fill_shape(steps, topk, nodes)
+    return _fill_shape(steps, topk, nodes, frontier)
 
 
-def _fill_shape(steps: Any, topk: Any, nodes: Any) -> TreeShape:
+def _fill_shape(steps: Any, topk: Any, nodes: Any, frontier: Any) -> TreeShape:
     """Choose what is missing of a shape so that it fits what is given."""
     defaults = TreeShape()
     topk = defaults.topk if topk is None else topk
     _check_range("topk", topk, 1, MAX_TOPK)
+    frontier = topk if frontier is None else frontier
+    _check_range("frontier", frontier, 1, topk)
     if steps is None:
         steps = defaults.num_steps
         if nodes is not None:
@@ -403,6 +423,7 @@ def _fill_shape(steps: Any, topk: Any, nodes: Any) -> TreeShape:
             steps = min(nodes, MAX_STEPS) if topk == 1 else min(steps, nodes)
     _check_range("num_steps", steps, 1, MAX_STEPS)
     if nodes is None:
-        nodes = min(defaults.num_nodes, topk + (steps - 1) * topk**2)
-    TreeShape(steps, topk, nodes)  # The given sizes must fit each other as they are.
-    return TreeShape(min(steps, nodes), topk, nodes)
+        nodes = min(defaults.num_nodes, candidates(steps, topk, frontier))
+    # The given sizes must fit each other as they are.
+    TreeShape(steps, topk, nodes, frontier)
+    return TreeShape(min(steps, nodes), topk, nodes, frontier)

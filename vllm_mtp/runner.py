@@ -250,8 +250,8 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
         output = super().sample_tokens(grammar_output)
         if output is not None:
             note = note_of(
-                self.tree.shape,
-                self.speculator.depth_drafted,
+                self.tree.shape.topk,
+                self.speculator.rung_drafted,
                 new_chains=self.new_chains,
                 phase_us=self.timer.take_us() if self.timer is not None else {},
             )

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_mtp import compat
-from vllm_mtp.auto.ladder import ladder_of, nodes_of_step, shared_nodes
+from vllm_mtp.auto.ladder import ladder_of, nodes_of_step, rung_of, shared_nodes
 from vllm_mtp.metrics.counts import note_of
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class TreeSchedulerMixin(_Upstream):  # type: ignore[misc]
         config = compat.read_config(self.vllm_config)
         self.tree_shape = config.shape
         self.tree_counts: Counter[str] = Counter()
-        self._note = note_of(config.shape, config.shape.num_steps)
+        self._note = note_of(config.shape.topk, rung_of(config.shape))
         self._chains: set[str] = set()
         # Nodes drafted -> depth, where trees have several sizes.
         ladder = ladder_of(self.vllm_config, config) if config.auto else ()

@@ -1,7 +1,7 @@
 """Main path, part 1: draft one tree per request with the MTP layer.
 
 ``propose`` = draft prefill over the accepted tokens (upstream's own, it yields the
-root's children) -> S - 1 levels, each one MTP pass over the k best nodes of every
+root's children) -> S - 1 levels, each one MTP pass over the F best nodes of every
 request -> pack the best N nodes of all. Levels and packing replay as one CUDA graph.
 """
 
@@ -22,9 +22,9 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
 
 from vllm_mtp import compat
 from vllm_mtp.attention.base import TreeImplMixin, build_attn_state, set_state
-from vllm_mtp.auto.ladder import graph_batches, ladder_of
+from vllm_mtp.auto.ladder import OFF, Rung, graph_batches, ladder_of, rung_of
 from vllm_mtp.buffers import build_tree_buffers
-from vllm_mtp.config import SettingsError
+from vllm_mtp.config import SettingsError, candidates
 from vllm_mtp.kernels.tree_expand import expand_tree
 from vllm_mtp.kernels.tree_pack import pack_tree
 from vllm_mtp.kernels.tree_topk import build_topk_workspace, tree_topk
@@ -45,8 +45,10 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         config = compat.read_config(vllm_config)
         self.shape = config.shape
         self.ladder = ladder_of(vllm_config, config) if config.auto else None
-        # One fused graph of all levels for every depth; none before graphs are set up.
-        self.level_graphs: dict[int, SpeculatorCudaGraphManager] = {}
+        self.rungs = self.ladder or (rung_of(config.shape),)
+        # One fused graph of all levels for every ``Rung.levels``; none before graphs
+        # are set up.
+        self.level_graphs: dict[tuple[int, int], SpeculatorCudaGraphManager] = {}
         self.skips_head = self.is_capturing = False
         # Nodes of a dummy run's drafts; None: all. Set while step costs are measured.
         self.dummy_nodes: int | None = None
@@ -54,17 +56,19 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         self.tree = build_tree_buffers(
             self.shape, self.max_num_reqs, self.max_num_tokens, device
         )
-        self.tree_attn = build_attn_state(self.tree, self.max_num_reqs, device)
+        frontiers = {rung.frontier for rung in self.rungs}
+        self.tree_attn = build_attn_state(
+            self.tree, self.max_num_reqs, device, frontiers
+        )
         set_state(self.tree_attn)
         # Draft with the noise of the target's sampler; off only to measure what it
         # brings (benchmarks/acceptance.py).
         self.coupled, self.warmth = True, DRAFT_WARMTH
-        # For the metrics: set by the runner; levels last drafted, 0 for none.
+        # For the metrics: set by the runner; the rung last drafted.
         self.timer: PhaseTimer | None = None
-        self.depth_drafted = 0
-        k = self.shape.topk
+        self.rung_drafted = OFF
         self.topk_workspace = build_topk_workspace(
-            self.max_num_reqs * k, self.vocab_size, device
+            self.max_num_reqs * self.shape.frontier, self.vocab_size, device
         )
         # [max_num_reqs, H] what the draft prefill feeds back, by batch row
         self.root_hidden = torch.zeros_like(self.hidden_states[: self.max_num_reqs])
@@ -72,20 +76,19 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         self.root_positions = torch.zeros(
             self.max_num_reqs, dtype=torch.int64, device=device
         )
-        # [max_num_reqs + 1] first query row of each request in a level
-        self.level_starts = k * torch.arange(
-            self.max_num_reqs + 1, dtype=torch.int32, device=device
-        )
+        # F -> [max_num_reqs + 1] int32, first query row of each request in a level
+        starts = torch.arange(self.max_num_reqs + 1, dtype=torch.int32, device=device)
+        self.level_starts = {frontier: frontier * starts for frontier in frontiers}
 
     def _check_sizes(self) -> None:
-        rows = self.max_num_reqs * self.shape.topk
+        rows = self.max_num_reqs * self.shape.frontier
         if rows > self.max_num_tokens:
             raise SettingsError(
                 f"mtp_tree: max_num_batched_tokens={self.max_num_tokens} is too small "
                 f"for a draft level of {rows} rows (max_num_seqs="
-                f"{self.max_num_reqs} x topk={self.shape.topk}). Raise "
+                f"{self.max_num_reqs} x frontier={self.shape.frontier}). Raise "
                 f"max_num_batched_tokens to at least {rows}, or lower max_num_seqs or "
-                "topk."
+                "frontier (topk, unless given)."
             )
 
     # --- set-up ---------------------------------------------------------------------
@@ -121,19 +124,16 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         super().init_cudagraph_manager(cudagraph_mode)
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
-        depths = {self.shape.num_steps}
-        if self.ladder is not None:
-            depths |= {rung.num_steps for rung in self.ladder if rung.num_nodes}
         self.level_graphs = {
-            depth: SpeculatorCudaGraphManager(
+            levels: SpeculatorCudaGraphManager(
                 self.vllm_config,
                 self.device,
                 CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE,
-                decode_query_len=self.shape.topk,
+                decode_query_len=levels[1],
             )
-            for depth in sorted(depths)
+            for levels in sorted({r.levels for r in self.rungs if r.num_nodes})
         }
-        self.decode_cudagraph_manager = self.level_graphs[self.shape.num_steps]
+        self.decode_cudagraph_manager = self.level_graphs[self.rungs[-1].levels]
         if self.ladder is not None:
             batches = graph_batches(self.max_num_reqs)
             for manager in (
@@ -146,16 +146,16 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         self.is_capturing = True
         super().capture()
         self.is_capturing = False
-        for depth, manager in self.level_graphs.items():
+        for levels, manager in self.level_graphs.items():
             if manager is not self.decode_cudagraph_manager:
                 manager.capture(
-                    functools.partial(self._generate_draft, num_steps=depth),
+                    functools.partial(self._generate_draft, levels=levels),
                     self.model_state,
                     self.input_buffers,
                     self.block_tables,
                     self.attn_groups,
                     self.kv_cache_config,
-                    progress_bar_desc=f"Capturing draft levels to depth {depth}",
+                    progress_bar_desc=f"Capturing draft levels to depth {levels[0]}",
                 )
 
     def add_requests(self, requests: Iterable[tuple[int, bool]]) -> None:
@@ -180,12 +180,12 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
             wanted = self.num_speculative_steps
             if self.dummy_nodes is not None:
                 wanted = self.dummy_nodes
-        self.depth_drafted = self._depth_of(wanted) if wanted > 0 else 0
+        self.rung_drafted = self._rung_of(wanted) if wanted > 0 else OFF
         if self.timer is not None:
             self.timer.mark("bookkeeping")
         if wanted > 0:
             self._draft_root_children(input_batch, *args, **kwargs)
-            self._draft_levels(input_batch, self.depth_drafted, **kwargs)
+            self._draft_levels(input_batch, self.rung_drafted.levels, **kwargs)
         else:
             self._only_read(input_batch, *args, **kwargs)
         if self.timer is not None:
@@ -232,12 +232,12 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         super()._prefill(num_reqs, num_tokens, *args, **kw)
         self.skips_head = False
 
-    def _depth_of(self, num_nodes: int) -> int:
-        """Levels to run for so many drafts."""
-        for rung in self.ladder or ():
+    def _rung_of(self, num_nodes: int) -> Rung:
+        """What to run for so many drafts."""
+        for rung in self.rungs:
             if rung.num_drafts == num_nodes:
-                return rung.num_steps
-        return self.shape.num_steps
+                return rung
+        return self.rungs[-1]
 
     def sample_draft(
         self,
@@ -284,7 +284,7 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
     def _draft_levels(
         self,
         input_batch: Any,
-        num_steps: int,
+        levels: tuple[int, int],
         dp_sync_state: Any = None,
         dummy_run: bool = False,
         skip_attn_for_dummy_run: bool = False,
@@ -292,19 +292,19 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         **unused: Any,
     ) -> None:
         """Run levels 1..S-1 and pack, as one graph where the batch size has one."""
-        graphs = self.level_graphs.get(num_steps)
-        num_reqs, k = input_batch.num_reqs, self.shape.topk
-        self._prepare_levels(num_reqs)
-        sync, num_tokens = None, num_reqs * k
+        graphs, frontier = self.level_graphs.get(levels), levels[1]
+        num_reqs = input_batch.num_reqs
+        self._prepare_levels(num_reqs, frontier)
+        sync, num_tokens = None, num_reqs * frontier
         if dp_sync_state is not None:
             sync, num_tokens = self._build_uniform_batch_dp_sync(
-                dp_sync_state, num_reqs, num_query_per_req=k
+                dp_sync_state, num_reqs, num_query_per_req=frontier
             )
         batch_desc, sync = dispatch_cg_and_sync_dp(
             graphs,
             num_reqs,
             num_tokens,
-            uniform_token_count=k,
+            uniform_token_count=frontier,
             dp_size=self.dp_size,
             dp_rank=self.dp_rank,
             need_eager=is_profile,
@@ -315,7 +315,7 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
             attn_metadata = self._build_uniform_attn_metadata(
                 num_reqs=num_reqs,
                 batch_desc=batch_desc,
-                num_query_per_req=k,
+                num_query_per_req=frontier,
                 seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound,
                 step=0,
             )
@@ -330,10 +330,10 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
             None,
             sync.num_tokens_across_dp if sync is not None else None,
             batch_desc.cg_mode,
-            num_steps=num_steps,
+            levels=levels,
         )
 
-    def _prepare_levels(self, num_reqs: int) -> None:
+    def _prepare_levels(self, num_reqs: int, frontier: int) -> None:
         """Lengths and row starts of a level; the same for every level of the step."""
         buffers = self.input_buffers
         positions = buffers.positions[:num_reqs]
@@ -342,8 +342,8 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         torch.add(positions, 1, out=buffers.seq_lens[:num_reqs])
         buffers.seq_lens[num_reqs:].zero_()
         torch.clamp(
-            self.level_starts,
-            max=num_reqs * self.shape.topk,
+            self.level_starts[frontier],
+            max=num_reqs * frontier,
             out=buffers.query_start_loc,
         )
 
@@ -355,22 +355,23 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
         slot_mappings: dict[str, torch.Tensor] | None,
         num_tokens_across_dp: torch.Tensor | None,
         cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
-        num_steps: int | None = None,
+        levels: tuple[int, int] | None = None,
         **unused: Any,
     ) -> None:
         """The captured part: expand, run and search each level, then pack.
 
         Overrides upstream's chain step so that its ``capture`` records this instead.
         """
-        k, num_steps = self.shape.topk, num_steps or self.shape.num_steps
+        num_steps, frontier = levels or self.rungs[-1].levels
+        num_rows = num_reqs * frontier
         idx_mapping = self.idx_mapping[:num_reqs]
         self.root_hidden[:num_reqs].copy_(self.hidden_states[:num_reqs])
         hidden = self.root_hidden[:num_reqs]
         for depth in range(1, num_steps):
-            self._expand(depth, idx_mapping, hidden)
-            self._set_level_positions(num_reqs, depth)
-            self._prepare_eplb_forward(num_reqs * k)
-            with self._level(depth, num_tokens_padded) as slots:
+            self._expand(depth, frontier, idx_mapping, hidden)
+            self._set_level_positions(num_reqs, depth, frontier)
+            self._prepare_eplb_forward(num_rows)
+            with self._level(depth, frontier, num_tokens_padded) as slots:
                 for_logits, hidden = self._run_model(
                     num_tokens_padded,
                     attn_metadata,
@@ -378,33 +379,39 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
                     num_tokens_across_dp,
                     cudagraph_runtime_mode,
                 )
-            logits = self.compute_draft_logits(for_logits[: num_reqs * k], depth)
+            logits = self.compute_draft_logits(for_logits[:num_rows], depth)
             self._find_children(
                 logits, idx_mapping, self.sample_src_positions[:num_reqs], depth
             )
-        self._expand(num_steps, idx_mapping, hidden)
-        if num_steps < self.shape.num_steps:
-            # Candidates that deeper trees left there.
-            deeper = self.shape.candidates_of(num_steps)
-            self.tree.cand_scores[:num_reqs, deeper:].fill_(float("-inf"))
+        self._expand(num_steps, frontier, idx_mapping, hidden)
+        found = candidates(num_steps, self.shape.topk, frontier)
+        if found < self.shape.num_candidates:
+            # What larger trees left there.
+            self.tree.cand_scores[:num_reqs, found:].fill_(float("-inf"))
         pack_tree(self.tree, idx_mapping, self.draft_tokens)
 
     @contextlib.contextmanager
-    def _level(self, depth: int, num_tokens: int) -> Iterator[dict[str, torch.Tensor]]:
+    def _level(
+        self, depth: int, frontier: int, num_tokens: int
+    ) -> Iterator[dict[str, torch.Tensor]]:
         """Inside, the MTP layer writes its KV to the scratch rows of this depth.
 
         Yields the slots by layer: they only have to be there for vLLM to write KV.
         """
         state = self.tree_attn
-        state.drafting, state.level = True, depth - 1
-        slots = state.level_slots[depth - 1, :num_tokens]
+        state.drafting, state.level, state.frontier = True, depth - 1, frontier
+        slots = state.slots_of_level(num_tokens)
         try:
             yield dict.fromkeys(self.draft_attn_layer_names, slots)
         finally:
             state.drafting = False
 
     def _expand(
-        self, depth: int, idx_mapping: torch.Tensor, hidden: torch.Tensor
+        self,
+        depth: int,
+        frontier: int,
+        idx_mapping: torch.Tensor,
+        hidden: torch.Tensor,
     ) -> None:
         expand_tree(
             self.tree,
@@ -413,14 +420,13 @@ class MTPTreeSpeculator(MTPSpeculator):  # type: ignore[misc]
             hidden,
             self.hidden_states,
             self.input_buffers.input_ids,
+            frontier,
         )
 
-    def _set_level_positions(self, num_reqs: int, depth: int) -> None:
+    def _set_level_positions(self, num_reqs: int, depth: int, frontier: int) -> None:
         """A node of depth d is fed at the last prefilled position + d."""
-        k = self.shape.topk
         positions = (self.root_positions[:num_reqs] + depth).clamp_(
             max=self.max_model_len - 1
         )
-        self.input_buffers.positions[: num_reqs * k].view(num_reqs, k).copy_(
-            positions[:, None]
-        )
+        rows = self.input_buffers.positions[: num_reqs * frontier]
+        rows.view(num_reqs, frontier).copy_(positions[:, None])

@@ -57,7 +57,7 @@ class TreeBuilderMixin:
     """Attach (inactive) metadata to passes without drafts too."""
 
     max_tree_rows = 1
-    """Rows of the widest tree pass, ``max(1 + N, k)``."""
+    """Rows of the widest tree pass, ``max(1 + N, F)``."""
 
     _capturing = False
 
@@ -67,7 +67,7 @@ class TreeBuilderMixin:
         supports_spec_as_decode: bool = False,
         supports_dcp_with_varlen: bool = False,
     ) -> None:
-        """Decode path for requests of up to ``max(1 + N, k)`` rows, of any mix.
+        """Decode path for requests of up to ``max(1 + N, F)`` rows, of any mix.
 
         A backend whose decode path takes any mix upstream keeps its own, higher
         threshold, so that short prompts run, and round, as without trees; the rows
@@ -91,7 +91,7 @@ class TreeBuilderMixin:
             True,
             supports_dcp_with_varlen,
         )
-        self.max_tree_rows = max(state.shape.num_rows, state.shape.topk)
+        self.max_tree_rows = max(state.shape.num_rows, state.shape.frontier)
         self.reorder_batch_threshold = max(
             self.reorder_batch_threshold, self.max_tree_rows
         )
@@ -230,7 +230,7 @@ class TreeImplMixin:
         upstream: Any = super()
         state = get_state()
         if state is not None and state.drafting and kv_cache.numel() > 0:
-            slot_mapping = state.level_slots[state.level, : kv_c_normed.shape[0]]
+            slot_mapping = state.slots_of_level(kv_c_normed.shape[0])
             kv_c_normed = kv_c_normed[: slot_mapping.shape[0]]
             k_pe = k_pe[: slot_mapping.shape[0]]
             kv_cache = self.allocate_scratch(kv_cache.dtype, kv_cache.device)

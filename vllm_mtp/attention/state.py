@@ -4,6 +4,7 @@ Everything a captured graph reads is a persistent buffer; everything the host de
 (``verify_active``, ``drafting``, ``level``) is set alike at capture and at replay.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,7 +35,7 @@ class TreeAttnMetadata:
     suffix_slots: torch.Tensor
     # suffix rows looked at: 1 + N when verifying, scratch rows when drafting
     max_suffix: int
-    # longest query of the pass in rows (host); 1 + N or k in graphs
+    # longest query of the pass in rows (host); 1 + N or F in graphs
     max_query_len: int
     # upper bound of prefix_lens (host); the model length in graphs
     max_prefix_len: int
@@ -64,8 +65,9 @@ class TreeAttnState:
     scratch_start: torch.Tensor
     # [max_num_reqs * num_scratch_rows] int64, 0, 1, 2, ...
     scratch_slots: torch.Tensor
-    # [num_levels, max_num_reqs * k] int64, scratch slots that a level writes
-    level_slots: torch.Tensor
+    # by nodes expanded per level, F: [num_levels, max_num_reqs * F] int64, scratch
+    # slots that a level writes
+    level_slots: dict[int, torch.Tensor]
 
     verify_active: bool = False
     """Host: the batch being built holds drafts."""
@@ -81,27 +83,45 @@ class TreeAttnState:
     """Host: which level, 0..S-2; it selects the scratch rows written, and a captured
     graph keeps the level it was captured with."""
 
+    frontier: int = 1
+    """Host: nodes that the level expands per request; the same holds."""
+
     @property
     def shape(self) -> TreeShape:
         """Sizes of every tree."""
         return self.buffers.shape
 
+    def slots_of_level(self, num_rows: int) -> torch.Tensor:
+        """Scratch slots ``[<= num_rows]`` int64 of the first rows of this level."""
+        return self.level_slots[self.frontier][self.level, :num_rows]
+
 
 def build_attn_state(
-    buffers: TreeBuffers, max_num_reqs: int, device: torch.device
+    buffers: TreeBuffers,
+    max_num_reqs: int,
+    device: torch.device,
+    frontiers: Iterable[int] = (),
 ) -> TreeAttnState:
-    """Allocate the buffers that attention needs beside the trees themselves."""
+    """Allocate the buffers that attention needs beside the trees themselves.
+
+    ``frontiers`` are all the F that levels are drafted with; none: the shape's own.
+    """
     shape = buffers.shape
-    rows, k = shape.num_scratch_rows, shape.topk
+    rows = shape.num_scratch_rows
     start = torch.arange(max_num_reqs, dtype=torch.int64, device=device) * rows
     row = torch.arange(rows, dtype=torch.int64, device=device)
-    levels = start[None, :, None] + row.view(-1, 1, k)
+    level = torch.arange(shape.num_steps - 1, dtype=torch.int64, device=device)
     return TreeAttnState(
         buffers=buffers,
         prefix_lens=torch.zeros(max_num_reqs, dtype=torch.int32, device=device),
         scratch_start=start.int(),
         scratch_slots=(start[:, None] + row).flatten(),
-        level_slots=levels.flatten(1).contiguous(),
+        level_slots={
+            width: (
+                start[None, :, None] + (level[:, None, None] * width + row[:width])
+            ).flatten(1)
+            for width in {*frontiers} or {shape.frontier}
+        },
     )
 
 

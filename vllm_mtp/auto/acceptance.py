@@ -10,7 +10,6 @@ whenever both are used.
 """
 
 import bisect
-import heapq
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -77,18 +76,17 @@ def tree_acceptance(rung: Rung, topk: int, p: float, decay: float) -> list[float
         rest = (1 - best) * (1 - TAIL)
         return [best] + [min(best, rest * TAIL**j) for j in range(topk - 1)]
 
+    nodes: list[tuple[float, int]] = []
+    frontier = [1.0]
+    for depth in range(1, rung.num_steps + 1):
+        shares = children(depth)
+        level = sorted((n * share for n in frontier for share in shares), reverse=True)
+        nodes += [(chance, -depth) for chance in level]
+        frontier = level[: rung.frontier]
     reached = [0.0] * rung.num_steps
-    by_depth = [children(depth) for depth in range(1, rung.num_steps + 1)]
-    heap = [(-share, 1) for share in by_depth[0]] if by_depth else []
-    heapq.heapify(heap)
-    for _ in range(rung.num_nodes):
-        if not heap:
-            break
-        negative, depth = heapq.heappop(heap)
-        reached[depth - 1] -= negative
-        if depth < rung.num_steps:
-            for share in by_depth[depth]:
-                heapq.heappush(heap, (negative * share, depth + 1))
+    # Of equal nodes the one nearer to the root, its parent.
+    for chance, depth in sorted(nodes, reverse=True)[: rung.num_nodes]:
+        reached[-depth - 1] += chance
     if rung.is_shared:
         certainty = max((p - CERTAIN[0]) / CERTAIN[1], 0.0)
         more = 1 + SHARING.get(rung.num_nodes, 0.0) * certainty

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_mtp.auto.ladder import Rung
 
-VERSION = 3
+VERSION = 4
 """Of the cache file."""
 
 COMMON_MEMORY, MEMORY = 8.0, 32.0
@@ -107,7 +107,7 @@ class CostTable:
 
 
 def _names(ladder: Sequence[Rung]) -> list[list[int]]:
-    return [[rung.num_nodes, rung.num_steps, rung.num_drafts] for rung in ladder]
+    return [[r.num_nodes, r.num_steps, r.num_drafts, r.frontier] for r in ladder]
 
 
 def _is_axis(points: Sequence[int]) -> bool:

@@ -4,17 +4,26 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_mtp.config import MTPConfig, TreeShape
+from vllm_mtp.config import MTPConfig, TreeShape, candidates
 
-PAIRS = ((1, 1), (2, 2), (3, 3), (5, 3), (7, 6), (15, 6))
-"""(N, S) of the rungs. Chosen in simulation on traced trees: sampled text wants
-shallow trees, greedy text deep ones, large batches small ones. With the root, 8 and 16
-rows fill the tiles of attention kernels."""
+EQUAL = (
+    (1, 1, 1),
+    (2, 2, 1),
+    (3, 3, 1),
+    (4, 4, 1),
+    (5, 3, 2),
+    (7, 6, 1),
+    (8, 4, 2),
+    (12, 6, 2),
+)
+"""(N, S, F) of the rungs. Chosen in simulation on traced trees and measured costs:
+sampled text wants shallow trees, greedy text deep ones, large batches small ones, and
+what a wider frontier adds to few nodes is less than its levels cost (docs/load.md)."""
 
-SHARED = ((2, 3, 4), (3, 6, 6), (5, 6, 8))
+SHARED = ((2, 4, 6), (3, 6, 9), (5, 6, 10))
 """(N, S, drafts) of the rungs whose batch shares its nodes: a request drafts and may
 verify so many, and N on average. Its drafts, too, name a rung, so no number of drafts
-occurs twice here and in ``PAIRS``."""
+occurs twice here and in ``EQUAL``."""
 
 SHARED_FROM = 32
 """Requests from which on a batch shares: smaller ones have room for equal trees that
@@ -42,9 +51,17 @@ class Rung:
     """Nodes that a request drafts, and the most it may verify; -1: N. The scheduler
     hands this number to the worker, so it names the rung."""
 
+    frontier: int = 1
+    """F, nodes expanded per level."""
+
     def __post_init__(self) -> None:
         if self.num_drafts < 0:
             object.__setattr__(self, "num_drafts", self.num_nodes)
+
+    @property
+    def levels(self) -> tuple[int, int]:
+        """S and F, which name the graph of its draft levels."""
+        return self.num_steps, self.frontier
 
     @property
     def is_shared(self) -> bool:
@@ -65,22 +82,26 @@ def build_ladder(largest: TreeShape, may_share: bool = False) -> tuple[Rung, ...
 
     A shared rung comes after the equal one of as many nodes, if that is there too.
     """
-    rungs = [OFF]
-    whole = TreeShape(largest.num_steps, largest.topk, 1)
+    rungs, topk = [OFF], largest.topk
     shared = {n: (steps, drafts) for n, steps, drafts in SHARED if may_share}
-    for nodes, steps in PAIRS:
+    for nodes, steps, frontier in EQUAL:
         if nodes >= largest.num_nodes:
             break
-        steps = min(steps, largest.num_steps)
-        if nodes > whole.candidates_of(steps):
+        steps, frontier = min(steps, largest.num_steps), min(frontier, largest.frontier)
+        if nodes > candidates(steps, topk, frontier):
             continue
-        rungs.append(Rung(nodes, steps))
+        rungs.append(Rung(nodes, steps, frontier=frontier))
         deep, drafts = shared.get(nodes, (0, 0))
         fits = 0 < deep <= largest.num_steps and drafts < largest.num_nodes
-        if fits and drafts <= whole.candidates_of(deep):
+        if fits and drafts <= candidates(deep, topk, 1):
             rungs.append(Rung(nodes, deep, drafts))
-    rungs.append(Rung(largest.num_nodes, largest.num_steps))
+    rungs.append(rung_of(largest))
     return tuple(rungs)
+
+
+def rung_of(shape: TreeShape) -> Rung:
+    """The rung of a whole shape."""
+    return Rung(shape.num_nodes, shape.num_steps, frontier=shape.frontier)
 
 
 def ladder_of(vllm_config: Any, config: MTPConfig) -> tuple[Rung, ...]:
@@ -126,9 +147,10 @@ def shared_graphs(ladder: tuple[Rung, ...], max_num_seqs: int) -> list[tuple[int
     ]
 
 
-def graph_sizes(ladder: tuple[Rung, ...], topk: int, max_num_seqs: int) -> list[int]:
+def graph_sizes(ladder: tuple[Rung, ...], max_num_seqs: int) -> list[int]:
     """``cudagraph_capture_sizes``: rows of every (batch, rung), and of draft levels."""
     batches = graph_batches(max_num_seqs)
-    widths = {rung.num_nodes + 1 for rung in ladder} | {topk}
+    widths = {rung.num_nodes + 1 for rung in ladder}
+    widths |= {rung.frontier for rung in ladder}
     sizes = {batch * width for batch in batches for width in widths}
     return sorted(size for size in sizes if size <= MAX_GRAPH_ROWS)

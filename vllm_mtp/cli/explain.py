@@ -193,13 +193,14 @@ def build_report(
     scratch = None
     if model is not None and model.latent_width:
         scratch = _scratch_kv(settings, model, max_num_seqs, kv_cache_dtype)
-    level_rows = max_num_seqs * shape.topk
+    level_rows = max_num_seqs * shape.frontier
     refusals = [model.refusal] if model is not None and model.refusal else []
     if level_rows > max_num_batched_tokens:
         refusals.append(
             f"max_num_batched_tokens={max_num_batched_tokens} is too small for a draft "
-            f"level of {level_rows} rows (max_num_seqs={max_num_seqs} x topk="
-            f"{shape.topk}); raise it, or lower max_num_seqs or topk."
+            f"level of {level_rows} rows (max_num_seqs={max_num_seqs} x frontier="
+            f"{shape.frontier}); raise it, or lower max_num_seqs or frontier (topk, "
+            "unless given)."
         )
     return {
         "model": None if model is None else asdict(model),
@@ -209,6 +210,7 @@ def build_report(
             "num_steps": shape.num_steps,
             "topk": shape.topk,
             "num_speculative_tokens": shape.num_nodes,
+            "frontier": shape.frontier,
         },
         "sglang": {
             "speculative_num_steps": shape.num_steps,
@@ -220,6 +222,7 @@ def build_report(
         "tree": {
             "depth": shape.num_steps,
             "branching": shape.topk,
+            "frontier": shape.frontier,
             "candidates": shape.num_candidates,
             "nodes_verified": shape.num_nodes,
             "rows_with_root": shape.num_rows,
@@ -261,18 +264,27 @@ def list_buffers(
     import torch
 
     from vllm_mtp.attention.state import build_attn_state
+    from vllm_mtp.auto.ladder import build_ladder, rung_of
     from vllm_mtp.buffers import build_tree_buffers
 
     device = torch.device("meta")
     tree = build_tree_buffers(
         settings.config.shape, max_num_seqs, max_num_batched_tokens, device
     )
-    attention = build_attn_state(tree, max_num_seqs, device)
-    return [
-        _describe(field.name, tensor)
+    config = settings.config
+    rungs = build_ladder(config.shape) if config.auto else (rung_of(config.shape),)
+    frontiers = sorted({rung.frontier for rung in rungs})
+    attention = build_attn_state(tree, max_num_seqs, device, frontiers)
+    found = [
+        (field.name, getattr(owner, field.name))
         for owner in (tree, attention)
         for field in fields(owner)
-        if isinstance(tensor := getattr(owner, field.name), torch.Tensor)
+    ]
+    found += [("level_slots", attention.level_slots[f]) for f in frontiers]
+    return [
+        _describe(name, tensor)
+        for name, tensor in found
+        if isinstance(tensor, torch.Tensor)
     ]
 
 
@@ -338,11 +350,13 @@ def _print_tree(console: Console, report: Mapping[str, Any]) -> None:
     k, steps = tree["branching"], tree["depth"]
     rows = [
         ("depth", f"{steps}", "num_steps: draft steps, each one level deeper"),
-        ("branching", f"{k}", "topk: children per node, nodes expanded per level"),
+        ("branching", f"{k}", "topk: children per node"),
+        ("frontier", f"{tree['frontier']}", "nodes expanded per level"),
         (
             "candidates",
             f"{tree['candidates']}",
-            f"topk + (num_steps - 1) x topk^2 = {k} + {steps - 1} x {k}^2, "
+            f"topk + (num_steps - 1) x frontier x topk = {k} + {steps - 1} x "
+            f"{tree['frontier']} x {k}, "
             "drafted per request and step",
         ),
         (

@@ -8,8 +8,8 @@ here nor in vLLM's ``spec_decode`` counters, so the two always fit each other.
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_mtp.auto.ladder import build_ladder
-from vllm_mtp.config import MTPConfig, TreeShape
+from vllm_mtp.auto.ladder import Rung, build_ladder
+from vllm_mtp.config import MTPConfig, candidates
 
 REASONS = ("prefill", "max_model_len", "token_budget", "grammar", "policy")
 """Why a step had no drafts: the prompt was read (also again, after a preemption); no
@@ -81,7 +81,8 @@ class PassNote:
     """Microseconds by phase, of passes that were complete by now."""
 
 
-def note_of(shape: TreeShape, num_steps: int, **more: Any) -> PassNote:
-    """The note of a pass that drafted ``num_steps`` levels after it; 0: none."""
-    candidates = shape.candidates_of(num_steps) if num_steps else 0
-    return PassNote(candidates, num_steps, **more)
+def note_of(topk: int, rung: Rung, **more: Any) -> PassNote:
+    """The note of a pass that drafted trees of this rung after it."""
+    steps = rung.num_steps
+    found = candidates(steps, topk, rung.frontier) if steps else 0
+    return PassNote(found, steps, **more)

@@ -20,12 +20,13 @@ class Shape:
     num_steps: int
     topk: int
     num_nodes: int
+    frontier: int
     speculative: dict[str, Any] | None
 
     @classmethod
     def parse(cls, name: str) -> "Shape":
-        """Understand ``off``, ``auto``, ``chain:N``, ``chain:N:probabilistic`` and
-        ``tree:S,k,N``.
+        """Understand ``off``, ``auto``, ``chain:N``, ``chain:N:probabilistic``,
+        ``tree:S,k,N`` and ``tree:S,k,N,F``.
 
         Raises:
             ValueError: for anything else.
@@ -33,7 +34,7 @@ class Shape:
         family, *rest = name.split(":")
         speculative: dict[str, Any]
         if family == "off" and not rest:
-            return cls(name, family, 0, 1, 0, None)
+            return cls(name, family, 0, 1, 0, 1, None)
         if family == "auto" and not rest:
             speculative = {"method": METHOD, "shape": "auto"}
             largest = parse_settings(speculative).config.shape
@@ -43,6 +44,7 @@ class Shape:
                 largest.num_steps,
                 largest.topk,
                 largest.num_nodes,
+                largest.frontier,
                 speculative,
             )
         if family == "chain" and rest:
@@ -50,19 +52,22 @@ class Shape:
             speculative = {"method": "mtp", "num_speculative_tokens": nodes}
             if rest[1:]:
                 speculative["draft_sample_method"] = rest[1]
-            return cls(name, family, nodes, 1, nodes, speculative)
-        if family == "tree" and len(rest) == 1 and rest[0].count(",") == 2:
-            steps, topk, nodes = map(int, rest[0].split(","))
+            return cls(name, family, nodes, 1, nodes, 1, speculative)
+        if family == "tree" and len(rest) == 1 and rest[0].count(",") in (2, 3):
+            steps, topk, nodes, *given = map(int, rest[0].split(","))
             speculative = {
                 "method": "mtp_tree",
                 "num_steps": steps,
                 "topk": topk,
                 "num_speculative_tokens": nodes,
             }
-            return cls(name, family, steps, topk, nodes, speculative)
+            frontier = topk
+            if given:
+                speculative["frontier"] = frontier = given[0]
+            return cls(name, family, steps, topk, nodes, frontier, speculative)
         raise ValueError(
             f"{name!r} is no configuration; use off, auto, chain:N, "
-            "chain:N:probabilistic or tree:STEPS,TOPK,NODES"
+            "chain:N:probabilistic or tree:STEPS,TOPK,NODES[,FRONTIER]"
         )
 
     @property
@@ -77,13 +82,17 @@ class Shape:
     def capture_sizes(self, batches: Sequence[int]) -> list[int]:
         """Numbers of tokens whose graphs fit these batches without padding.
 
-        Verify passes have ``num_rows`` a request, a tree's draft levels ``topk``, a
-        chain's one.
+        Verify passes have ``num_rows`` a request, a tree's draft levels ``frontier``,
+        a chain's one.
         """
-        rows, most = {self.num_rows, self.topk}, max(batches) * self.num_rows
+        rows, most = {self.num_rows, self.frontier}, max(batches) * self.num_rows
         if self.family == "auto":
-            ladder = build_ladder(TreeShape(self.num_steps, self.topk, self.num_nodes))
+            largest = TreeShape(
+                self.num_steps, self.topk, self.num_nodes, self.frontier
+            )
+            ladder = build_ladder(largest)
             rows |= {rung.num_nodes + 1 for rung in ladder}
+            rows |= {rung.frontier for rung in ladder}
             most = MAX_GRAPH_ROWS
         sizes = {batch * n for batch in batches for n in rows}
         return sorted(size for size in sizes if size <= most)
