@@ -227,6 +227,7 @@ def test_always_attached_metadata_is_inactive(state):
 def test_who_sees_the_tree(state, role, is_draft_layer, active, stock):
     """The draft prefill reuses the target's metadata and must stay causal."""
     state.verify_active = state.drafting = True
+    state.frontier = SHAPE.frontier
     batch = common([2, 2, 2], [40, 10, 3])
     metadata = make_builder(role).build(0, batch)
     metadata.decode.tree.active = active
@@ -249,7 +250,7 @@ def test_draft_levels_write_to_scratch(state):
     kv, pe = torch.randn(6, LATENT), torch.randn(6, 1, ROPE)
     state.drafting = True
     for level, slots in ((0, [0, 1, 4, 5, 8, 9]), (1, [2, 3, 6, 7, 10, 11])):
-        state.level = level
+        state.level, state.frontier = level, 2
         impl.do_kv_cache_update(kv, pe, paged, torch.arange(6), "auto", "scale")
         cache, written, args = impl.writes[-1]
         assert written.tolist() == slots

@@ -19,7 +19,7 @@ from vllm_mtp.auto.ladder import (
 )
 from vllm_mtp.config import TreeShape
 
-LARGEST = TreeShape(6, 3, 15)
+LARGEST = TreeShape(6, 3, 12, 2)
 MAX_REQS = 40
 LADDER = build_ladder(LARGEST, may_share=True)
 WIDTHS = [rung.num_nodes + 1 for rung in LADDER if not rung.is_shared]
@@ -28,7 +28,7 @@ RAGGED = shared_graphs(LADDER, MAX_REQS)
 
 def make_manager(*, piecewise: bool) -> SimpleNamespace:
     """What vLLM has after crossing capture sizes with query lengths."""
-    sizes = graph_sizes(build_ladder(LARGEST, may_share=True), LARGEST.topk, MAX_REQS)
+    sizes = graph_sizes(LADDER, MAX_REQS)
     full = {
         BatchExecutionDescriptor(
             cg_mode=CUDAGraphMode.FULL,

@@ -19,18 +19,28 @@ from vllm_mtp.auto.ladder import (
     build_ladder,
     graph_batches,
     graph_sizes,
+    rung_of,
     shared_graphs,
 )
 from vllm_mtp.auto.profile import fill_table
 from vllm_mtp.config import AUTO_SIZES, SettingsError, TreeShape, parse_settings
 
-LARGEST = TreeShape(6, 3, 15)
+LARGEST = TreeShape(6, 3, 12, 2)
 LADDER = build_ladder(LARGEST, may_share=True)
+
+
+def equal_of(nodes: int) -> int:
+    """Index of the equal rung of so many nodes, or of the next larger one."""
+    return next(
+        index
+        for index, rung in enumerate(LADDER)
+        if rung.num_nodes >= nodes and not rung.is_shared
+    )
 
 
 def test_ladder_ends_with_the_largest_tree() -> None:
     assert LADDER[0] == OFF
-    assert LADDER[-1] == Rung(15, 6)
+    assert LADDER[-1] == Rung(12, 6, frontier=2) == rung_of(LARGEST)
     nodes = [rung.num_nodes for rung in LADDER]
     assert nodes == sorted(nodes)
     equal = [rung.num_nodes for rung in LADDER if not rung.is_shared]
@@ -75,9 +85,9 @@ def test_every_rung_has_enough_candidates(shape: tuple[int, int, int]) -> None:
 
 def test_graphs_cover_every_rung_and_the_largest_batch() -> None:
     assert graph_batches(20)[-1] == 20
-    sizes = graph_sizes(LADDER, 3, 20)
+    sizes = graph_sizes(LADDER, 20)
     assert all(20 * (rung.num_nodes + 1) in sizes for rung in LADDER)
-    assert max(graph_sizes(LADDER, 3, 1024)) <= 2048
+    assert max(graph_sizes(LADDER, 1024)) <= 2048
 
 
 def test_settings() -> None:
@@ -97,10 +107,14 @@ def test_settings() -> None:
 @pytest.mark.parametrize(
     ("sizes", "shape"),
     [
-        ({"num_steps": 1}, TreeShape(1, 3, 3)),
+        ({"num_steps": 1}, TreeShape(1, 3, 3, 2)),
         ({"num_steps": 2, "topk": 2}, TreeShape(2, 2, 6)),
-        ({"topk": 16}, TreeShape(5, 16, 16)),
-        ({"topk": 32, "num_speculative_tokens": 63}, TreeShape(3, 32, 63)),
+        ({"topk": 16}, TreeShape(6, 16, 16, 2)),
+        ({"topk": 16, "frontier": 16}, TreeShape(5, 16, 16, 16)),
+        ({"frontier": 4}, TreeShape(6, 4, 12, 4)),
+        ({"frontier": 1}, TreeShape(6, 3, 12, 1)),
+        ({"num_speculative_tokens": 2, "frontier": 2}, TreeShape(2, 2, 2, 2)),
+        ({"topk": 32, "num_speculative_tokens": 63}, TreeShape(6, 32, 63, 2)),
     ],
 )
 def test_sizes_left_out_fit_those_given(sizes: dict, shape: TreeShape) -> None:
@@ -154,7 +168,7 @@ def test_the_model_learns_a_drafter_of_its_kind(p: float, decay: float) -> None:
     the factors to learn.
     """
     model = AcceptanceModel(LADDER, 3)
-    rung, rng = LADDER.index(Rung(5, 3)), random.Random(0)
+    rung, rng = equal_of(5), random.Random(0)
     depths = tree_acceptance(LADDER[rung], 3, p, decay)
     for _ in range(300):
         model.observe(rung, [draw(depths, rng) for _ in range(100)])
@@ -166,7 +180,7 @@ def test_the_model_learns_a_drafter_of_its_kind(p: float, decay: float) -> None:
 def test_a_factor_learns_what_the_model_misses() -> None:
     """Two rungs used in turn, of which one accepts less than the model says."""
     model = AcceptanceModel(LADDER, 3)
-    small, large = LADDER.index(Rung(3, 3)), LADDER.index(Rung(15, 6))
+    small, large = equal_of(3), len(LADDER) - 1
     for _ in range(60):
         for rung, counts in ((small, [0, 1, 2, 3]), (large, [0, 1, 2, 4])):
             for _ in range(20):
@@ -180,7 +194,7 @@ def test_other_requests_teach_nothing_about_a_rung() -> None:
     """Catches: the last requests of a batch, which are hard to guess, blamed on the
     size that is chosen for so few."""
     model = AcceptanceModel(LADDER, 3)
-    small, large = LADDER.index(Rung(3, 3)), LADDER.index(Rung(7, 6))
+    small, large = equal_of(3), equal_of(7)
     for _ in range(20):
         for _ in range(8):
             model.observe(small, [0, 1, 2, 3] * 32)
@@ -202,7 +216,7 @@ def test_few_requests_teach_little_about_a_rung() -> None:
     factors = []
     for count in (1, 64):
         model = AcceptanceModel(LADDER, 3)
-        small, large = LADDER.index(Rung(3, 3)), LADDER.index(Rung(7, 6))
+        small, large = equal_of(3), equal_of(7)
         for _ in range(64 // count * 8):
             model.observe(small, [2] * count)
         for _ in range(64 // count * 4):

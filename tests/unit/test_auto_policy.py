@@ -11,7 +11,7 @@ from vllm_mtp.auto.policy import PROBE_EVERY, Policy
 from vllm_mtp.config import TreeShape
 
 TOPK = 3
-LADDER = build_ladder(TreeShape(6, TOPK, 15), may_share=True)
+LADDER = build_ladder(TreeShape(6, TOPK, 12, 2), may_share=True)
 CONTEXT = 1024
 
 

@@ -13,7 +13,7 @@ from vllm_mtp.auto.policy import Policy
 from vllm_mtp.auto.scheduler import AutoShapeMixin
 from vllm_mtp.config import TreeShape
 
-LADDER = build_ladder(TreeShape(6, 3, 15), may_share=True)
+LADDER = build_ladder(TreeShape(6, 3, 12, 2), may_share=True)
 WIDTHS = [rung.num_drafts for rung in LADDER]
 
 
@@ -47,7 +47,7 @@ def step(
 
 
 @pytest.mark.parametrize(
-    ("running", "scheduled", "nodes"), [(4, 4, 15), (8, 4, 7), (40, 4, 0), (4, 64, 0)]
+    ("running", "scheduled", "nodes"), [(4, 4, 12), (8, 4, 7), (40, 4, 0), (4, 64, 0)]
 )
 def test_every_running_request_fits_into_a_pass(
     scheduler: Any,

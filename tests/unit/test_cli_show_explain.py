@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from tests.helpers.traces import HOSTILE, make_steps, write_trace
+from vllm_mtp.auto.ladder import EQUAL, SHARED
 from vllm_mtp.buffers import build_tree_buffers
 from vllm_mtp.cli import main
 from vllm_mtp.config import TreeShape
@@ -234,12 +235,15 @@ def test_explain_tells_shared_sizes_from_equal_ones(run: Run) -> None:
     shares = json.dumps({"shape": "auto", "share_nodes": True})
     text = run("explain", "--speculative-config", shares).output
     text = " ".join(text.split())
-    assert "(in so many levels): 1 (1), 2 (2), 3 (3), 5 (3), 7 (6), 15 (6)." in text
+    equal = ", ".join(f"{nodes} ({steps})" for nodes, steps, _ in EQUAL)
+    assert f"(in so many levels): {equal}." in text
     assert "From 32 requests on" in text
-    assert "2 of 4 (3), 3 of 6 (6), 5 of 8 (6)." in text
+    shared = [f"{nodes} of {drafts} ({steps})" for nodes, steps, drafts in SHARED]
+    assert f"{', '.join(shared)}." in text
     shape = {"shape": "auto", "num_steps": 2, "topk": 2, "num_speculative_tokens": 6}
     small = run("explain", "--speculative-config", json.dumps(shape)).output
-    assert "1 (1), 2 (2), 3 (2), 5 (2), 6 (2)." in small
+    equal = [f"{n} ({min(steps, 2)})" for n, steps, _ in EQUAL if n < 6]
+    assert f"{', '.join(equal)}, 6 (2)." in " ".join(small.split())
     assert "requests on" not in " ".join(small.split())
     assert "requests on" not in " ".join(run("explain").output.split())
 

@@ -13,7 +13,7 @@ def shape_of(**settings: object) -> tuple[int, int, int]:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, (6, 3, 15)),
+        ({}, (6, 3, 12)),
         ({"shape": "fixed"}, (3, 4, 7)),
         ({"num_speculative_tokens": 3}, (3, 4, 3)),
         ({"num_speculative_tokens": 2}, (2, 4, 2)),
@@ -72,7 +72,10 @@ def test_sglang_names_are_translated_and_the_root_discounted() -> None:
             {"num_steps": 2, "topk": 1, "num_speculative_tokens": 3},
             "from 1 to 2",
         ),
-        ({"num_steps": 16, "topk": 32}, "num_steps to at most 3 or topk to at most 4"),
+        (
+            {"num_steps": 16, "topk": 32},
+            "num_steps to at most 3, or frontier or topk to at most 4",
+        ),
         ({"num_step": 3}, "did you mean 'num_steps'?"),
         ({"tok_k": 3}, "did you mean 'topk'?"),
         ({"xyzzy": 3}, "Known settings:"),

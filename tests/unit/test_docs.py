@@ -222,6 +222,8 @@ def test_defaults_and_ranges_are_those_of_the_code() -> None:
     ):
         assert rows[key][1] == str(default)
         assert rows[key][2].startswith(f"1 to {most} ")
+    assert rows["frontier"][1].startswith("`topk`")
+    assert rows["frontier"][2].startswith("1 to `topk` ")
 
 
 def test_keys_with_one_meaning_show_it() -> None:

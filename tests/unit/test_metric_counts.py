@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vllm_mtp import compat
+from vllm_mtp.auto.ladder import OFF, Rung
 from vllm_mtp.config import MTPConfig, SettingsError, TreeShape, parse_settings
 from vllm_mtp.metrics.counts import PHASES, REASONS, note_of, totals
 from vllm_mtp.metrics.timing import PhaseTimer
@@ -147,7 +148,9 @@ def test_names_are_shown_by_get_metrics_and_not_taken_for_vllms() -> None:
 
 def test_a_note_travels_with_the_output_of_either_kind() -> None:
     inner = SimpleNamespace()
-    note = note_of(TreeShape(), 2, new_chains=("a",), phase_us={"drafting": 3})
+    note = note_of(
+        4, Rung(7, 2, frontier=4), new_chains=("a",), phase_us={"drafting": 3}
+    )
     compat.hang_pass_note(SimpleNamespace(model_runner_output=inner), note)
     assert compat.take_pass_note(inner) is note
     plain = SimpleNamespace()
@@ -155,7 +158,8 @@ def test_a_note_travels_with_the_output_of_either_kind() -> None:
     compat.hang_pass_note(plain, note)
     assert compat.take_pass_note(plain) is note
     assert (note.nodes_per_tree, note.nodes_per_chain) == (4 + 16, 2)
-    assert note_of(TreeShape(), 0).nodes_per_tree == 0
+    assert note_of(4, Rung(7, 3, frontier=1)).nodes_per_tree == 4 + 4 + 4
+    assert note_of(4, OFF).nodes_per_tree == 0
 
 
 def test_the_timer_tells_phases_apart(monkeypatch: pytest.MonkeyPatch) -> None:

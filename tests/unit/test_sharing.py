@@ -12,12 +12,13 @@ import pytest
 import torch
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
-from vllm_mtp.auto.ladder import Rung, build_ladder, ladder_of
+from vllm_mtp.auto.ladder import OFF, Rung, build_ladder, ladder_of
 from vllm_mtp.auto.sharing import NodeBudget, keep_best
 from vllm_mtp.config import MTPConfig, TreeShape
 
 NODES, MAX_REQS = 15, 12
-LADDER = build_ladder(TreeShape(6, 3, NODES), may_share=True)
+EQUAL = (OFF, Rung(1, 1), Rung(2, 2), Rung(3, 3), Rung(7, 6), Rung(NODES, 6))
+LADDER = (*EQUAL, Rung(2, 3, 4), Rung(3, 6, 6), Rung(5, 6, 8))
 SHARED = [rung for rung in LADDER if rung.is_shared]
 INF = math.inf
 
@@ -256,10 +257,12 @@ def test_which_steps_share() -> None:
 
 def test_nothing_is_shared_unasked_or_beside_adapters() -> None:
     """vLLM repeats a request's adapter by the rows that the host scheduled for it."""
-    equal = tuple(rung for rung in LADDER if not rung.is_shared)
-    assert len(equal) < len(LADDER)
-    shares = MTPConfig(TreeShape(6, 3, NODES), auto=True, share_nodes=True)
+    shape = TreeShape(6, 3, NODES, 2)
+    ladder = build_ladder(shape, may_share=True)
+    equal = tuple(rung for rung in ladder if not rung.is_shared)
+    assert len(equal) < len(ladder)
+    shares = MTPConfig(shape, auto=True, share_nodes=True)
     unasked = replace(shares, share_nodes=False)
-    assert ladder_of(SimpleNamespace(lora_config=None), shares) == LADDER
+    assert ladder_of(SimpleNamespace(lora_config=None), shares) == ladder
     assert ladder_of(SimpleNamespace(lora_config=object()), shares) == equal
     assert ladder_of(SimpleNamespace(lora_config=None), unasked) == equal
