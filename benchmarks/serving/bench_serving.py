@@ -50,7 +50,7 @@ BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 SETTLE = 96
 """Steps of a load that ``auto`` serves before it is measured: a few seconds."""
 
-ROUNDS = {1: 6, 2: 4, 4: 3, 8: 2}
+ROUNDS = {1: 6, 2: 4, 4: 4, 8: 3, 16: 2, 32: 2, 64: 2}
 """Batches of other prompts that are run one after the other; elsewhere one."""
 
 MAX_PROMPTS = 128
@@ -70,7 +70,7 @@ def parse_args() -> argparse.Namespace:
         "--shapes",
         nargs="+",
         default=SHAPES.split(),
-        help="off, auto, chain:N, tree:S,k,N",
+        help="off, auto, chain:N, tree:S,k,N[,F]",
     )
     add("--batches", type=int, nargs="+", default=BATCHES)
     add("--inputs", type=int, nargs="+", default=[1024, 8192])
