@@ -24,7 +24,15 @@ SHAPES = [
     TreeShape(5, 8, 63),
     TreeShape(16, 4, 63),
     TreeShape(3, 32, 63),
+    TreeShape(5, 3, 9, 1),
+    TreeShape(5, 4, 9, 2),
+    TreeShape(5, 4, 9, 3),
+    TreeShape(16, 32, 63, 4),
 ]
+
+
+def name_of(shape):
+    return f"S{shape.num_steps}k{shape.topk}F{shape.frontier}"
 
 
 def draw_children(rng, buffers, logprobs=(-0.5, -1.0, -1.5, -2.0)):
@@ -36,27 +44,44 @@ def draw_children(rng, buffers, logprobs=(-0.5, -1.0, -1.5, -2.0)):
     buffers.topk_logprobs.copy_(values.sort(dim=1, descending=True).values)
 
 
-def check_levels(shape, slots, seed=0, chain_slots=(), logprobs=None, hidden_size=40):
+def check_levels(
+    shape,
+    slots,
+    seed=0,
+    chain_slots=(),
+    logprobs=None,
+    hidden_size=40,
+    frontier=None,
+):
     """Run all levels with kernel and twin; returns the buffers after the last."""
     rng = np.random.default_rng(seed)
-    num_reqs, k = len(slots), shape.topk
+    num_reqs, width = len(slots), frontier or shape.frontier
     buffers = poisoned_buffers(shape, num_reqs)
     for slot in chain_slots:
         buffers.chain_only[slot] = True
     idx_mapping = torch.tensor(slots, device=DEVICE)
     for depth in range(1, shape.num_steps + 1):
         draw_children(rng, buffers, *([logprobs] if logprobs else []))
-        rows_in = num_reqs if depth == 1 else num_reqs * k
+        rows_in = num_reqs if depth == 1 else num_reqs * width
         hidden_in = torch.randn(rows_in, hidden_size).to(DEVICE)
-        hidden_out = torch.full((num_reqs * k + 1, hidden_size), float("nan"))
+        hidden_out = torch.full((num_reqs * width + 1, hidden_size), float("nan"))
         hidden_out = hidden_out.to(DEVICE)
-        input_ids = torch.full((num_reqs * k + 1,), -7, dtype=torch.int32)
+        input_ids = torch.full((num_reqs * width + 1,), -7, dtype=torch.int32)
         input_ids = input_ids.to(DEVICE)
         twin = copy_buffers(buffers)
         plain_hidden, plain_ids = hidden_out.clone().cpu(), input_ids.clone().cpu()
-        expand_tree(buffers, depth, idx_mapping, hidden_in, hidden_out, input_ids)
+        given = () if frontier is None else (frontier,)
+        expand_tree(
+            buffers, depth, idx_mapping, hidden_in, hidden_out, input_ids, *given
+        )
         plain_expand(
-            twin, depth, idx_mapping.cpu(), hidden_in.cpu(), plain_hidden, plain_ids
+            twin,
+            depth,
+            idx_mapping.cpu(),
+            hidden_in.cpu(),
+            plain_hidden,
+            plain_ids,
+            *given,
         )
         assert_same_buffers(buffers, twin)
         assert_same(hidden_out, plain_hidden, "hidden_out")
@@ -64,10 +89,53 @@ def check_levels(shape, slots, seed=0, chain_slots=(), logprobs=None, hidden_siz
     return buffers
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"S{s.num_steps}k{s.topk}")
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
 def test_agrees_with_twin(shape):
     """Catches: unstable ties, wrong candidate numbering, bit 63 of the scratch mask."""
     check_levels(shape, slots=[1, 0])
+
+
+@pytest.mark.parametrize(("topk", "widest"), [(3, 2), (4, 3), (4, 4)])
+@pytest.mark.parametrize("frontier", [1, 2])
+def test_fewer_nodes_expanded_than_there_is_room_for(topk, widest, frontier):
+    """Catches: rows of a request found by the buffers' width and not by that of the
+    level; requests idle, unordered and drafting chains among the others."""
+    shape = TreeShape(5, topk, 9, widest)
+    for seed in range(2):
+        buffers = check_levels(
+            shape,
+            slots=[3, -1, 0, 2],
+            seed=seed,
+            chain_slots=[0],
+            frontier=frontier,
+        )
+        found = topk + 4 * frontier * topk
+        finite = buffers.cand_scores.isfinite().sum(dim=1).tolist()
+        assert finite[0] == finite[1] == finite[3] == found
+        assert finite[2] == 5
+
+
+def test_a_frontier_of_one_is_a_path():
+    """By counting, for kernel and twin alike: every level hangs below the best child
+    of the level before, which sees itself and all of them."""
+    shape = TreeShape(5, 3, 9, 2)
+    buffers = poisoned_buffers(shape, 2)
+    slots = torch.tensor([1, 0], device=DEVICE)
+    hidden, other = torch.zeros(2, 2, 8, device=DEVICE)
+    ids = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    for depth in range(1, 6):
+        buffers.topk_ids[:2] = torch.tensor([[7, 8, 9], [4, 5, 6]]) + 10 * depth
+        falling = torch.tensor([-1.0, -2.0, -3.0], device=DEVICE)
+        buffers.topk_logprobs[:2] = falling
+        expand_tree(buffers, depth, slots, hidden, other, ids, 1)
+        if depth < 5:
+            assert ids.tolist() == [7 + 10 * depth, 4 + 10 * depth]
+            assert buffers.scratch_masks[:2].tolist() == [2**depth - 1] * 2
+    parents = [-1] * 3 + [0] * 3 + [3] * 3 + [6] * 3 + [9] * 3
+    assert buffers.cand_parents[:, :15].tolist() == [parents] * 2
+    scores = [-depth - child for depth in range(1, 6) for child in range(3)]
+    assert buffers.cand_scores[:, :15].tolist() == [scores] * 2
+    assert buffers.cand_scores[:, 15:].isnan().all()
 
 
 def test_last_level_leaves_frontier():
@@ -118,5 +186,10 @@ def test_wrong_calls_are_refused():
         expand_tree(buffers, 1, slots, hidden, hidden, ids)
     with pytest.raises(ValueError, match="depth: 0, expected 1 to 2"):
         expand_tree(buffers, 0, slots, hidden, other, ids)
+    narrow = poisoned_buffers(TreeShape(2, 3, 6, 2), 2)
+    for wrong in (0, -1, 3):
+        words = f"frontier: {wrong}, expected 1 to 2"
+        with pytest.raises(ValueError, match=words):
+            expand_tree(narrow, 1, slots, hidden, other, ids, wrong)
     with pytest.raises(ValueError, match="hidden_out: dtype"):
         expand_tree(buffers, 1, slots, hidden, other.half(), ids)

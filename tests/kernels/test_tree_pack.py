@@ -27,6 +27,8 @@ SHAPES = [
     TreeShape(5, 8, 63),
     TreeShape(16, 4, 63),
     TreeShape(3, 32, 63),
+    TreeShape(6, 3, 7, 1),
+    TreeShape(6, 4, 12, 2),
 ]
 
 
@@ -60,7 +62,9 @@ def check(plain_buffers, slots):
     return buffers, drafts
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"S{s.num_steps}k{s.topk}")
+@pytest.mark.parametrize(
+    "shape", SHAPES, ids=lambda s: f"S{s.num_steps}k{s.topk}F{s.frontier}"
+)
 @pytest.mark.parametrize("steps", [(0.0,), (-0.5, -1.0), (-1.0, -1.25, float("-inf"))])
 def test_agrees_with_twin(shape, steps):
     """Catches: unstable ties, a child before its parent, depth or mask cut off."""

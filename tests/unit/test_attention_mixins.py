@@ -268,6 +268,41 @@ def test_draft_levels_write_to_scratch(state):
     assert impl.writes[-1][0] is paged
 
 
+@pytest.mark.parametrize(
+    "shape", [TreeShape(6, 3, 12, 2), TreeShape(5, 4, 12, 3), TreeShape(3, 4, 7)]
+)
+def test_every_node_has_a_slot_of_its_own(shape):
+    """With every frontier that levels are drafted with; what is read is what is
+    written: frontier node j of level l is row l*F + j of its request."""
+    buffers = build_tree_buffers(shape, NUM_REQS, 64, CPU)
+    frontiers = range(1, shape.frontier + 1)
+    state = build_attn_state(buffers, NUM_REQS, CPU, frontiers)
+    assert sorted(state.level_slots) == [*frontiers]
+    rows = shape.num_scratch_rows
+    assert len(state.scratch_slots) == NUM_REQS * rows
+    for width in frontiers:
+        state.frontier = width
+        seen: dict[int, list[int]] = {}
+        for state.level in range(shape.num_steps - 1):
+            slots = state.slots_of_level(1 << 20).tolist()
+            assert len(slots) == NUM_REQS * width
+            for row, slot in enumerate(slots):
+                seen.setdefault(row // width, []).append(slot)
+            assert state.slots_of_level(2).tolist() == slots[:2]
+        used = [slot for slots in seen.values() for slot in slots]
+        assert len(set(used)) == len(used)
+        assert {*used} <= {*state.scratch_slots.tolist()}
+        for request, slots in seen.items():
+            start = int(state.scratch_start[request])
+            assert slots == [*range(start, start + len(slots))]
+            assert len(slots) == (shape.num_steps - 1) * width <= rows
+
+
+def test_slots_are_those_of_the_shape_unless_said():
+    buffers = build_tree_buffers(TreeShape(4, 3, 7, 2), NUM_REQS, 64, CPU)
+    assert [*build_attn_state(buffers, NUM_REQS, CPU).level_slots] == [2]
+
+
 def test_level_read_before_written_says_so(state):
     """A draft layer without slot mapping would read an absent scratch cache."""
     metadata = make_builder("draft").build(0, common([2], [40]))

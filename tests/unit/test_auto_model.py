@@ -1,5 +1,6 @@
 """The models behind ``"shape": "auto"``: ladder, acceptance, costs and their file."""
 
+import itertools
 import json
 import random
 
@@ -23,7 +24,13 @@ from vllm_mtp.auto.ladder import (
     shared_graphs,
 )
 from vllm_mtp.auto.profile import fill_table
-from vllm_mtp.config import AUTO_SIZES, SettingsError, TreeShape, parse_settings
+from vllm_mtp.config import (
+    AUTO_SIZES,
+    SettingsError,
+    TreeShape,
+    candidates,
+    parse_settings,
+)
 
 LARGEST = TreeShape(6, 3, 12, 2)
 LADDER = build_ladder(LARGEST, may_share=True)
@@ -75,12 +82,43 @@ def test_sharing_accepts_more_of_certain_text() -> None:
     assert gains == pytest.approx([1, 1, 1.096, 1.2], abs=0.01)
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 2, 6), (3, 4, 7), (16, 2, 20)])
-def test_every_rung_has_enough_candidates(shape: tuple[int, int, int]) -> None:
-    largest = TreeShape(*shape)
-    for rung in build_ladder(largest, may_share=True)[1:]:
-        assert rung.num_nodes <= largest.candidates_of(rung.num_steps)
+@pytest.mark.parametrize(
+    "largest",
+    [
+        TreeShape(1, 2, 2),
+        TreeShape(2, 2, 6),
+        TreeShape(2, 2, 4, 1),
+        TreeShape(2, 3, 8, 2),
+        TreeShape(3, 4, 7),
+        TreeShape(16, 2, 20),
+        TreeShape(6, 3, 12, 1),
+        TreeShape(6, 2, 12, 1),
+        TreeShape(6, 3, 12, 2),
+        TreeShape(6, 2, 10, 2),
+    ],
+)
+def test_every_rung_has_enough_candidates(largest: TreeShape) -> None:
+    """Catches: a size counted with more expanded nodes than it has."""
+    ladder = build_ladder(largest, may_share=True)
+    assert len(ladder) > 1
+    for rung in ladder[1:]:
+        found = candidates(rung.num_steps, largest.topk, rung.frontier)
+        assert rung.num_nodes <= rung.num_drafts <= found
         assert rung.num_steps <= largest.num_steps
+        assert 1 <= rung.frontier <= largest.frontier
+        # The scratch rows of the largest hold those of all.
+        assert (rung.num_steps - 1) * rung.frontier <= largest.num_scratch_rows
+    assert ladder[-1] == rung_of(largest)
+    assert ladder[-1].levels == (largest.num_steps, largest.frontier)
+
+
+def test_sizes_of_auto_expand_one_node_or_two() -> None:
+    assert {rung.frontier for rung in LADDER} == {1, 2}
+    narrow = build_ladder(TreeShape(6, 3, 12, 1), may_share=True)
+    assert {rung.frontier for rung in narrow} == {1}
+    wide = build_ladder(TreeShape(6, 3, 12, 3), may_share=True)
+    assert wide[:-1] == LADDER[:-1]
+    assert wide[-1].levels == (6, 3)
 
 
 def test_graphs_cover_every_rung_and_the_largest_batch() -> None:
@@ -151,6 +189,51 @@ def test_more_nodes_never_accept_less() -> None:
                 sum(tree_acceptance(Rung(n, 5), 3, p, decay)) for n in range(1, 15)
             ]
             assert found == sorted(found)
+
+
+def children(p: float) -> list[float]:
+    """Chances of a node's three children."""
+    sums = [sum(tree_acceptance(Rung(n, 1), 3, p, 1.0)) for n in range(4)]
+    return [more - less for less, more in itertools.pairwise(sums)]
+
+
+def accepts_of(levels: list[list[float]], nodes: int, width: int) -> float:
+    """Nodes accepted of the best of a tree whose best ``width`` nodes of each level
+    have children with these chances."""
+    found, frontier = [], [1.0]
+    for shares in levels:
+        level = [chance * share for chance in frontier for share in shares]
+        found += level
+        frontier = sorted(level)[-width:]
+    return sum(sorted(found)[-nodes:])
+
+
+@pytest.mark.parametrize("p", [0.1, 0.45, 0.7, 0.9])
+@pytest.mark.parametrize("decay", [0.8, 1.0])
+@pytest.mark.parametrize(("nodes", "steps"), [(3, 1), (4, 3), (7, 6), (9, 3)])
+def test_a_frontier_leaves_out_what_is_not_expanded(
+    p: float, decay: float, nodes: int, steps: int
+) -> None:
+    levels = [children(p * decay**depth) for depth in range(steps)]
+    sums = []
+    for width in (1, 2, 3, 30):
+        rung = Rung(nodes, steps, frontier=width)
+        depths = tree_acceptance(rung, 3, p, decay)
+        assert len(depths) == steps
+        sums.append(sum(depths))
+        assert sums[-1] == pytest.approx(accepts_of(levels, nodes, width))
+    assert sums == sorted(sums)
+
+
+def test_certain_text_needs_no_second_path() -> None:
+    """The best nodes of a deep tree are its first path while there are few of them."""
+    for nodes in range(1, 7):
+        narrow, wide = (
+            tree_acceptance(Rung(nodes, 6, frontier=width), 3, 0.9, 1.0)
+            for width in (1, 3)
+        )
+        path = [0.9**depth if depth <= nodes else 0 for depth in range(1, 7)]
+        assert narrow == wide == pytest.approx(path)
 
 
 def draw(depths: list[float], rng: random.Random) -> int:

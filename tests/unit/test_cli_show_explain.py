@@ -164,6 +164,30 @@ def test_explain_counts_the_tree(run: Run, shape: tuple[int, int, int]) -> None:
     assert (tree["depth"], tree["branching"]) == (steps, topk)
     assert tree["candidates"] == topk + (steps - 1) * topk**2
     assert (tree["nodes_verified"], tree["rows_with_root"]) == (nodes, nodes + 1)
+    assert tree["frontier"] == topk
+
+
+@pytest.mark.parametrize("frontier", [1, 2])
+def test_explain_shows_the_frontier(run: Run, frontier: int) -> None:
+    settings = {"num_steps": 6, "topk": 3, "frontier": frontier}
+    sizes = ("--max-num-seqs", 5, "--max-num-batched-tokens", 77)
+    report = explain(run, *sizes, settings=settings)
+    assert report["settings"]["frontier"] == report["tree"]["frontier"] == frontier
+    assert report["tree"]["candidates"] == 3 + 5 * frontier * 3
+    shown = {buffer["name"]: buffer["shape"] for buffer in report["buffers"]}
+    assert shown["level_slots"] == [5, 5 * frontier]
+    assert shown["topk_ids"] == [5 * frontier, 3]
+    text = run("explain", "--speculative-config", json.dumps(settings)).output
+    text = " ".join(text.split())
+    assert f"frontier {frontier} nodes expanded per level" in text
+    assert f"3 + 5 x {frontier} x 3" in text
+
+
+def test_explain_lists_the_slots_of_every_frontier(run: Run) -> None:
+    report = explain(run, "--max-num-seqs", 5, settings={"shape": "auto"})
+    slots = [b["shape"] for b in report["buffers"] if b["name"] == "level_slots"]
+    assert slots == [[5, 5], [5, 10]]
+    assert report["buffer_bytes"] == sum(b["nbytes"] for b in report["buffers"])
 
 
 def test_explain_counts_the_very_buffers_of_the_worker(run: Run) -> None:
@@ -253,6 +277,8 @@ def test_explain_says_when_a_draft_level_does_not_fit(run: Run) -> None:
     result = run("explain", *sizes, "--speculative-config", '{"topk": 4}')
     assert result.exit_code == 1
     assert "draft level of 400 rows" in " ".join(result.output.split())
+    narrow = '{"topk": 4, "frontier": 3}'
+    assert run("explain", *sizes, "--speculative-config", narrow).exit_code == 0
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,39 @@ def test_plot_has_a_bar_for_each() -> None:
     assert lines[1].startswith("  chain:3")
 
 
+def test_names_of_shapes() -> None:
+    shape = Shape.parse("tree:6,3,7,1")
+    assert (shape.num_steps, shape.topk, shape.num_nodes, shape.frontier) == (
+        6,
+        3,
+        7,
+        1,
+    )
+    assert shape.speculative == {
+        "method": "mtp_tree",
+        "num_steps": 6,
+        "topk": 3,
+        "num_speculative_tokens": 7,
+        "frontier": 1,
+    }
+    assert shape.capture_sizes([1, 4]) == [1, 4, 8, 32]
+    # EAGLE-2's own: as before there was a choice.
+    whole = Shape.parse("tree:6,3,7")
+    assert whole.frontier == 3
+    assert "frontier" not in whole.speculative
+    assert whole.capture_sizes([1, 4]) == [3, 8, 12, 32]
+    auto = Shape.parse("auto")
+    assert (auto.topk, auto.frontier) == (3, 2)
+    assert {1, 2, 4, 8} <= set(auto.capture_sizes([1, 4]))
+    assert Shape.parse("off").frontier == Shape.parse("chain:3").frontier == 1
+
+
+@pytest.mark.parametrize("name", ["tree:6,3", "tree:6,3,7,1,1", "tree", "tree:6,3,7:1"])
+def test_what_is_no_shape_is_said(name: str) -> None:
+    with pytest.raises(ValueError, match=r"tree:STEPS,TOPK,NODES\[,FRONTIER\]"):
+        Shape.parse(name)
+
+
 class Tokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -71,6 +104,7 @@ def test_prompts_have_the_length_and_begin_differently() -> None:
     [
         (["--shapes", "wide"], "'wide'"),
         (["--shapes", "tree:3-4-99"], "num_speculative_tokens"),
+        (["--shapes", "tree:3-4-7-5"], "frontier=5 is out of range"),
         (["--batches", "1,x"], "whole numbers"),
         (["--batches", "0"], "1 or more"),
         (["--engine-args", "[]"], "JSON object"),
