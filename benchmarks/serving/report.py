@@ -124,7 +124,7 @@ def format_table(summary: Sequence[Row]) -> str:
     """The summary as text, one line a row."""
     lines = [
         f"{'T':>4} {'input':>6} {'batch':>5} {'off':>8} {'chain':>8} {'(N)':<16} "
-        f"{'tree':>8} {'(S,k,N)':<9} {'accept':>11} {'/off':>6} {'/chain':>6}"
+        f"{'tree':>8} {'(S,k,N,F)':<9} {'accept':>11} {'/off':>6} {'/chain':>6}"
     ]
     for row in summary:
         accept = [row.get(f"{f}_accept_length", 0.0) for f in ("chain", "tree")]

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from benchmarks import report
 from vllm_mtp import config
+from vllm_mtp.auto.ladder import build_ladder
 from vllm_mtp.cli import main
 from vllm_mtp.features import FEATURES
 from vllm_mtp.tree.layout import EXAMPLE
@@ -240,6 +241,24 @@ def test_log_lines_are_those_of_the_code() -> None:
     translated = config.parse_settings(json.loads(setting)).translated
     line = "; ".join(f"{k} -> {v}" for k, v in translated.items())
     assert f"mtp_tree: understood {line}\n" in read_doc("configuration")
+
+
+def test_sizes_of_auto_are_those_of_the_code() -> None:
+    largest = config.parse_settings({"method": "mtp_tree"}).config.shape
+    ladder = build_ladder(largest, may_share=True)
+    # Equal ones first, as they stand there.
+    rungs = sorted(ladder, key=lambda rung: rung.is_shared)
+    for name, values in (
+        ("nodes N a request", [rung.num_nodes for rung in rungs]),
+        ("drafted, and verified at most", [rung.num_drafts for rung in rungs]),
+        ("depth S", ["-", *(rung.num_steps for rung in rungs[1:])]),
+        ("frontier F", ["-", *(rung.frontier for rung in rungs[1:])]),
+    ):
+        row = " | ".join(map(str, [name, *values]))
+        assert f"| {row} |" in read_doc("load")
+    sizes = f"{largest.num_steps}, {largest.topk}, {largest.num_nodes} and "
+    for page in ("load", "configuration"):
+        assert f"they are {sizes}{largest.frontier}" in read_doc(page)
 
 
 def _configuration() -> tuple[str, re.RegexFlag]:

@@ -27,7 +27,8 @@ COUNTS_ROOT = "speculative_num_draft_tokens"
 """The one of SGLang's numbers whose meaning differs from vLLM's."""
 
 NOT_COUNTED = (
-    "the top-k kernel's work space, about max_num_seqs x topk x vocabulary / 28 bytes"
+    "the top-k kernel's work space, about max_num_seqs x frontier x vocabulary / 28 "
+    "bytes"
 )
 
 _STYLES = {ServedBy.TREE: "green", ServedBy.CHAIN: "yellow", ServedBy.NOTHING: "dim"}

@@ -23,7 +23,7 @@ def tune(
     shapes: Annotated[
         str,
         typer.Option(
-            help="off, auto, chain:N (vLLM's own mtp) and tree:S-k-N, by comma."
+            help="off, auto, chain:N (vLLM's own mtp) and tree:S-k-N[-F], by comma."
         ),
     ] = SHAPES,
     batches: Annotated[str, typer.Option(help="Batch sizes, by comma.")] = "1,4,16,64",
