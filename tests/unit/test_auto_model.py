@@ -1,12 +1,11 @@
 """The models behind ``"shape": "auto"``: ladder, acceptance, costs and their file."""
 
-import itertools
 import json
 import random
 
 import pytest
 
-from vllm_mtp.auto.acceptance import AcceptanceModel, tree_acceptance
+from vllm_mtp.auto.acceptance import AcceptanceModel, expected_nodes, tree_nodes
 from vllm_mtp.auto.costs import (
     CostCacheError,
     CostModel,
@@ -76,7 +75,7 @@ def test_batches_that_share_have_graphs() -> None:
 def test_sharing_accepts_more_of_certain_text() -> None:
     shared, equal = Rung(3, 6, 6), Rung(3, 6)
     gains = [
-        sum(tree_acceptance(shared, 3, p, 1.0)) / sum(tree_acceptance(equal, 3, p, 1.0))
+        expected_nodes(shared, 3, p) / expected_nodes(equal, 3, p)
         for p in (0.3, 0.47, 0.6, 0.74)
     ]
     assert gains == pytest.approx([1, 1, 1.096, 1.2], abs=0.01)
@@ -177,87 +176,54 @@ def test_bad_settings_say_what_to_change(settings: dict, words: str) -> None:
         parse_settings({"method": "mtp_tree", **settings})
 
 
-def test_acceptance_of_a_chain_is_the_sum_of_powers() -> None:
-    assert tree_acceptance(Rung(3, 3), 1, 0.5, 1.0) == [0.5, 0.25, 0.125]
-    assert tree_acceptance(OFF, 1, 0.5, 1.0) == []
+def test_nodes_of_a_chain_are_the_sum_of_powers() -> None:
+    assert tree_nodes(Rung(3, 3), 1, 0.5) == 0.5 + 0.25 + 0.125
+    assert tree_nodes(OFF, 1, 0.5) == 0
 
 
 def test_more_nodes_never_accept_less() -> None:
     for p in (0.1, 0.5, 0.9):
-        for decay in (0.6, 1.0):
+        for frontier in (1, 2, 3):
             found = [
-                sum(tree_acceptance(Rung(n, 5), 3, p, decay)) for n in range(1, 15)
+                expected_nodes(Rung(n, 5, frontier=frontier), 3, p)
+                for n in range(1, 15)
             ]
             assert found == sorted(found)
 
 
-def children(p: float) -> list[float]:
-    """Chances of a node's three children."""
-    sums = [sum(tree_acceptance(Rung(n, 1), 3, p, 1.0)) for n in range(4)]
-    return [more - less for less, more in itertools.pairwise(sums)]
+def test_a_wider_frontier_never_accepts_less() -> None:
+    """And a chain's worth of nodes has no use for one."""
+    for p in (0.2, 0.5, 0.9):
+        for nodes in (2, 5, 12):
+            found = [tree_nodes(Rung(nodes, 6, frontier=f), 3, p) for f in (1, 2, 3)]
+            assert found == sorted(found)
+    sure = [tree_nodes(Rung(5, 6, frontier=f), 3, 0.9) for f in (1, 3)]
+    assert sure[0] == pytest.approx(sure[1])
 
 
-def accepts_of(levels: list[list[float]], nodes: int, width: int) -> float:
-    """Nodes accepted of the best of a tree whose best ``width`` nodes of each level
-    have children with these chances."""
-    found, frontier = [], [1.0]
-    for shares in levels:
-        level = [chance * share for chance in frontier for share in shares]
-        found += level
-        frontier = sorted(level)[-width:]
-    return sum(sorted(found)[-nodes:])
+def test_uneven_text_makes_deep_trees_worth_more() -> None:
+    """Catches: one chance for all text, whose powers fall too fast with the depth."""
+    deep, p = Rung(6, 6), 0.7
+    assert expected_nodes(deep, 1, p) > 1.02 * tree_nodes(deep, 1, p)
 
 
-@pytest.mark.parametrize("p", [0.1, 0.45, 0.7, 0.9])
-@pytest.mark.parametrize("decay", [0.8, 1.0])
-@pytest.mark.parametrize(("nodes", "steps"), [(3, 1), (4, 3), (7, 6), (9, 3)])
-def test_a_frontier_leaves_out_what_is_not_expanded(
-    p: float, decay: float, nodes: int, steps: int
-) -> None:
-    levels = [children(p * decay**depth) for depth in range(steps)]
-    sums = []
-    for width in (1, 2, 3, 30):
-        rung = Rung(nodes, steps, frontier=width)
-        depths = tree_acceptance(rung, 3, p, decay)
-        assert len(depths) == steps
-        sums.append(sum(depths))
-        assert sums[-1] == pytest.approx(accepts_of(levels, nodes, width))
-    assert sums == sorted(sums)
-
-
-def test_certain_text_needs_no_second_path() -> None:
-    """The best nodes of a deep tree are its first path while there are few of them."""
-    for nodes in range(1, 7):
-        narrow, wide = (
-            tree_acceptance(Rung(nodes, 6, frontier=width), 3, 0.9, 1.0)
-            for width in (1, 3)
-        )
-        path = [0.9**depth if depth <= nodes else 0 for depth in range(1, 7)]
-        assert narrow == wide == pytest.approx(path)
-
-
-def draw(depths: list[float], rng: random.Random) -> int:
-    """Nodes that one tree has accepted."""
-    at = rng.random()
-    return sum(at < chance for chance in depths)
+def draw(chance: float, nodes: int, rng: random.Random) -> int:
+    """Nodes that a chain has accepted, whose mean is ``chance``."""
+    whole = int(chance)
+    return min(whole + (rng.random() < chance - whole), nodes)
 
 
 @pytest.mark.parametrize("p", [0.3, 0.6, 0.85])
-@pytest.mark.parametrize("decay", [0.85, 1.0])
-def test_the_model_learns_a_drafter_of_its_kind(p: float, decay: float) -> None:
-    """From one rung it finds what the others accept, to an eighth.
-
-    An unusual decay is believed only in part (``DECAY_DOUBT``); what that misses is for
-    the factors to learn.
-    """
+def test_the_model_learns_a_text_of_its_kind(p: float) -> None:
+    """From one rung it finds what the others accept."""
     model = AcceptanceModel(LADDER, 3)
     rung, rng = equal_of(5), random.Random(0)
-    depths = tree_acceptance(LADDER[rung], 3, p, decay)
+    mean = expected_nodes(LADDER[rung], 3, p)
     for _ in range(300):
-        model.observe(rung, [draw(depths, rng) for _ in range(100)])
+        model.observe(rung, [draw(mean, 5, rng) for _ in range(100)])
     for other in range(1, len(LADDER)):
-        wanted = 1 + sum(tree_acceptance(LADDER[other], 3, p, decay))
-        assert model.predict(other) == pytest.approx(wanted, rel=0.125)
+        wanted = 1 + expected_nodes(LADDER[other], 3, p)
+        assert model.predict(other) == pytest.approx(wanted, rel=0.02)
 
 
 def test_a_factor_learns_what_the_model_misses() -> None:

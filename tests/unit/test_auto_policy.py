@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from vllm_mtp.auto.acceptance import AcceptanceModel, tree_acceptance
+from vllm_mtp.auto.acceptance import AcceptanceModel, tree_nodes
 from vllm_mtp.auto.costs import CostModel, CostTable, default_table
 from vllm_mtp.auto.ladder import SHARED_FROM, build_ladder
 from vllm_mtp.auto.policy import PROBE_EVERY, Policy
@@ -18,18 +18,25 @@ CONTEXT = 1024
 class World:
     """A GPU and a text: what a step of a rung costs and accepts."""
 
-    def __init__(self, row_price: float, p: float, decay: float, seed: int = 0) -> None:
-        self.row_price, self.p, self.decay = row_price, p, decay
+    def __init__(self, row_price: float, p: float, seed: int = 0) -> None:
+        self.row_price = row_price
         self.shares = True
         self.rng = random.Random(seed)
-        self.depths = [tree_acceptance(rung, TOPK, p, decay) for rung in LADDER]
+        self.means = [tree_nodes(rung, TOPK, p) for rung in LADDER]
 
     def cost(self, rung: int, batch: int) -> float:
         rows = batch * (LADDER[rung].num_nodes + 1)
         return 10 + 0.3 * LADDER[rung].num_steps + self.row_price * rows
 
     def length(self, rung: int) -> float:
-        return 1 + sum(tree_acceptance(LADDER[rung], TOPK, self.p, self.decay))
+        return 1 + self.means[rung]
+
+    def draw(self, rung: int) -> int:
+        """Nodes that one tree has accepted: around the mean, as far as there are."""
+        mean, depth = self.means[rung], LADDER[rung].num_steps
+        spread = min(mean, depth - mean)
+        at = mean + self.rng.uniform(-spread, spread)
+        return int(at) + (self.rng.random() < at - int(at))
 
     def rate(self, rung: int, batch: int) -> float:
         if LADDER[rung].is_shared and not (self.shares and batch >= SHARED_FROM):
@@ -45,9 +52,7 @@ class World:
         last = policy.choose(batch, CONTEXT)
         for _ in range(steps):
             rung = policy.choose(batch, CONTEXT)
-            depths = self.depths[rung]
-            draws = [self.rng.random() for _ in range(batch)]
-            accepted = [sum(at < chance for chance in depths) for at in draws]
+            accepted = [self.draw(rung) for _ in range(batch)]
             cost = self.cost(rung, batch) * self.rng.uniform(0.98, 1.02)
             policy.acceptance.observe(rung, accepted if rung else [])
             if rung == last:
@@ -77,7 +82,7 @@ def measured(world: World) -> CostTable:
 @pytest.mark.parametrize("p", [0.2, 0.6, 0.85])
 @pytest.mark.parametrize("row_price", [0.01, 0.1])
 def test_it_gets_close_to_the_best(batch: int, p: float, row_price: float) -> None:
-    world = World(row_price, p, 0.9)
+    world = World(row_price, p)
     policy = make_policy(measured(world))
     world.run(policy, batch, 100)
     assert world.run(policy, batch, 600) > 0.97
@@ -85,7 +90,7 @@ def test_it_gets_close_to_the_best(batch: int, p: float, row_price: float) -> No
 
 @pytest.mark.parametrize("batch", [1, 32, 256])
 def test_without_measured_costs_it_learns_them(batch: int) -> None:
-    world = World(0.05, 0.6, 0.9)
+    world = World(0.05, 0.6)
     world.shares = False  # nor does the policy, before costs are measured
     policy = make_policy()
     world.run(policy, batch, 3 * PROBE_EVERY)
@@ -99,7 +104,7 @@ def test_without_measured_costs_it_finds_that_nothing_pays() -> None:
         def cost(self, rung: int, batch: int) -> float:
             return super().cost(rung, batch) * (3.0 if rung else 1.0)
 
-    world = Interpreted(0.05, 0.6, 0.9)
+    world = Interpreted(0.05, 0.6)
     policy = make_policy()
     world.run(policy, 8, 3 * PROBE_EVERY)
     assert policy.current == 0
@@ -107,19 +112,19 @@ def test_without_measured_costs_it_finds_that_nothing_pays() -> None:
 
 
 def test_speculation_stops_where_nothing_pays_and_comes_back() -> None:
-    hopeless = World(0.1, 0.04, 0.5)
+    hopeless = World(0.1, 0.04)
     policy = make_policy(measured(hopeless))
     hopeless.run(policy, 128, 200)
     assert policy.current == 0
     assert hopeless.run(policy, 128, 1200) > 0.98
-    hopeful = World(0.1, 0.8, 1.0)
+    hopeful = World(0.1, 0.8)
     hopeful.run(policy, 4, 2 * PROBE_EVERY)
     assert policy.current > 0
     assert hopeful.run(policy, 4, 1000) > 0.97
 
 
 def test_it_does_not_flap() -> None:
-    world = World(0.05, 0.6, 0.9)
+    world = World(0.05, 0.6)
     policy = make_policy(measured(world))
     world.run(policy, 16, 300)
     before = policy.num_switches
@@ -129,7 +134,7 @@ def test_it_does_not_flap() -> None:
 
 def test_it_follows_the_load_within_a_second() -> None:
     """40 steps of 25 ms after each change of the batch."""
-    world = World(0.05, 0.7, 0.9)
+    world = World(0.05, 0.7)
     policy = make_policy(measured(world))
     for batch in (1, 4, 16, 64, 256, 64, 16, 4, 1):
         world.run(policy, batch, 40)
@@ -143,7 +148,7 @@ def test_an_idle_engine_keeps_its_choice() -> None:
 
 
 def test_nodes_are_shared_by_large_batches_that_may() -> None:
-    policy = make_policy(measured(World(0.05, 0.6, 0.9)))
+    policy = make_policy(measured(World(0.05, 0.6)))
     shared = next(i for i, rung in enumerate(LADDER) if rung.is_shared)
     assert policy.rate(shared, SHARED_FROM - 1, CONTEXT) == 0
     assert policy.rate(shared, SHARED_FROM, CONTEXT) > 0
