@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from vllm_mtp.auto.acceptance import AcceptanceModel, tree_nodes
+from vllm_mtp.auto.acceptance import AcceptanceModel, expected_nodes
 from vllm_mtp.auto.costs import CostModel, CostTable, default_table
 from vllm_mtp.auto.ladder import SHARED_FROM, build_ladder
 from vllm_mtp.auto.policy import PROBE_EVERY, Policy
@@ -22,7 +22,7 @@ class World:
         self.row_price = row_price
         self.shares = True
         self.rng = random.Random(seed)
-        self.means = [tree_nodes(rung, TOPK, p) for rung in LADDER]
+        self.means = [expected_nodes(rung, TOPK, p) for rung in LADDER]
 
     def cost(self, rung: int, batch: int) -> float:
         rows = batch * (LADDER[rung].num_nodes + 1)

@@ -26,7 +26,11 @@ of any other within 1.1 % (root mean square; at most 4.5 %)."""
 P_GRID = tuple(0.02 * i for i in range(1, 50))
 
 MEMORY = 768.0
-"""Verified trees that an estimate remembers (exponentially)."""
+"""Verified trees that an estimate remembers (exponentially) ..."""
+
+RECENT, SURPRISE = 48.0, 2.5
+"""... unless the last so many differ from it by more than so many standard deviations.
+Then the text has changed, and they are all that is remembered."""
 
 VISIT = 256
 """Trees after a change of rung that tell how wrong the model is between the two."""
@@ -34,10 +38,10 @@ VISIT = 256
 SAME = 0.05
 """Change of the batch, relatively, up to which its text is taken to be the same."""
 
-FACTOR_SPREAD = 0.04
+FACTOR_SPREAD = 0.02
 """How wrong, relatively, the model may be between two rungs before anything is seen."""
 
-DRIFT = 0.003
+DRIFT = 0.002
 """What a visit to another rung adds to that, as texts change."""
 
 NOISE = 1.2
@@ -111,6 +115,8 @@ class AcceptanceModel:
         # Trees remembered, as if all were of the rung in use, and what they accepted.
         self.rung = 0
         self.trees, self.accepted = STALE, 0.0
+        # The last ones of these.
+        self.recent_trees = self.recent_accepted = 0.0
         # The first trees of the rung in use, and what was expected of them.
         self.visit_trees = self.visit_accepted = 0
         self.expected = 0.0
@@ -141,11 +147,25 @@ class AcceptanceModel:
             self.visit_accepted += sum(accepted)
             if self.visit_trees >= VISIT:
                 self._learn_factor()
-        keep = max(0.0, 1 - len(accepted) / MEMORY)
-        self.trees = self.trees * keep + len(accepted)
-        self.accepted = self.accepted * keep + sum(accepted)
+        self._remember(batch, sum(accepted))
         seen = self.accepted / self.trees / self.factors[rung]
         self.p = self._invert(rung, seen)
+
+    def _remember(self, trees: int, accepted: int) -> None:
+        keep = max(0.0, 1 - trees / MEMORY)
+        self.trees = self.trees * keep + trees
+        self.accepted = self.accepted * keep + accepted
+        window = max(RECENT, 2 * trees)
+        keep = (1 - trees / window) * min(1.0, window / max(self.recent_trees, 1.0))
+        self.recent_trees = self.recent_trees * keep + trees
+        self.recent_accepted = self.recent_accepted * keep + accepted
+        # While a rung is compared, it may be the model that is wrong.
+        if self.recent_trees < RECENT / 2 or not self.is_learned:
+            return
+        recent = self.recent_accepted / self.recent_trees
+        surprise = abs(recent - self.accepted / self.trees)
+        if surprise > SURPRISE * NOISE / self.recent_trees**0.5:
+            self.trees, self.accepted = self.recent_trees, self.recent_accepted
 
     def predict(self, rung: int) -> float:
         """Tokens a request emits in a step with this rung, the extra token included."""
@@ -162,6 +182,7 @@ class AcceptanceModel:
         self.visit_trees = self.visit_accepted = 0
         self.is_learned, self.is_stale = self.is_stale, False
         self.accepted = self.trees * self.expected
+        self.recent_trees = self.recent_accepted = 0.0
 
     def _accepts(self, rung: int, p: float) -> float:
         """Nodes accepted, between the points of the table."""

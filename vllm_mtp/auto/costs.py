@@ -171,6 +171,8 @@ class CostModel:
         # By rung, and how many steps stand behind it.
         self.ratios = [1.0] * num_rungs
         self.weights = [0.0] * num_rungs
+        # Steps that the table itself is worth.
+        self.prior = 2.0 if is_measured else 1.0
         self.batch = 0
 
     def predict(self, rung: int, batch: int, context: int) -> float:
@@ -189,10 +191,11 @@ class CostModel:
             # One slow step (a pause, another program) must not count for many.
             off_by = min(max(off_by, 0.7), 1.5)
         # Which of the two is wrong? The one that is known less.
-        doubt = 4 / (self.common_weight + 1), 1 / (self.weights[rung] + 2)
+        doubt = 4 / (self.common_weight + 1) ** 2, 1 / (self.weights[rung] + 2)
         share = doubt[0] / (doubt[0] + doubt[1])
         self.common *= off_by ** (share / (self.common_weight + 1))
-        self.ratios[rung] *= off_by ** ((1 - share) / (self.weights[rung] + 2))
+        weight = self.weights[rung] + self.prior
+        self.ratios[rung] *= off_by ** ((1 - share) / weight)
         self.common_weight = min(self.common_weight + 1, COMMON_MEMORY)
         self.weights[rung] = min(self.weights[rung] + 1, MEMORY)
         for other in range(len(self.weights)):
