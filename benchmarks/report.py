@@ -277,19 +277,30 @@ LOAD_COLUMNS = {
 
 
 def load_table(record: Record) -> str:
-    """Greedy output tokens per second by load, and what auto used in most steps."""
+    """Output tokens per second by load, and what auto used in most steps."""
+    text = _loads(record["rows"], record["geometric_means"])
+    if record.get("sampled"):
+        sampled = _loads(record["sampled"], record["sampled_geometric_means"])
+        text += f"\n\nSampled:\n\n{sampled}"
+    return text
+
+
+def _loads(rows: Sequence[Mapping[str, Any]], means: Mapping[str, float]) -> str:
     ratios = ("off", "best", "single")
-    single = next((r["single_shape"] for r in record["rows"] if "single" in r), "-")
+    single = next((row["single_shape"] for row in rows if "single" in row), "-")
+    columns = dict(LOAD_COLUMNS)
+    if "temperature" in rows[0]:
+        columns = {"T": "temperature", **columns}
     text = table(
         [
-            *LOAD_COLUMNS,
+            *columns,
             "auto / off",
             "auto / best of the row",
             f"auto / {single.replace(':', ' ')}",
         ],
         (
             [
-                *(row.get(key) for key in LOAD_COLUMNS.values()),
+                *(row.get(key) for key in columns.values()),
                 *(
                     times(row[f"auto_over_{name}"])
                     if f"auto_over_{name}" in row
@@ -298,11 +309,11 @@ def load_table(record: Record) -> str:
                 ),
             ]
             for row in sorted(
-                record["rows"], key=lambda row: (row["input_len"], row["batch"])
+                rows,
+                key=lambda r: (r.get("temperature"), r["input_len"], r["batch"]),
             )
         ),
     )
-    means = record["geometric_means"]
     shown = ", ".join(
         f"{name} {times(means[f'auto_over_{name}'])}"
         for name in ratios
@@ -358,6 +369,44 @@ def ramp_table(record: Record) -> str:
         f"{text}\n\nWorst 10 seconds: {record['min_auto_over_off_10s']}x of off. "
         f"Requests finished: {finished}; failed: {record['failed']}."
     )
+
+
+def soak_table(record: Record) -> str:
+    """What a server under mixed traffic came to."""
+    first, last = record["tok_s_min_5_10"], record["tok_s_last_5"]
+    rates = [row["tok_s"] for row in record["rows"]]
+    memory = {
+        name: f"{series[len(series) // 5]:g}, {series[-1]:g}"
+        for name, series in (
+            ("host", record["host_mib"]),
+            ("device", record["device_mib"]),
+        )
+    }
+    lines = [
+        ("minutes", record["minutes"]),
+        (
+            "requests, of them aborted by the client",
+            f"{record['requests']:,}, {record['aborted']:,}",
+        ),
+        ("failed", record["failed"]),
+        ("preemptions", f"{record['preemptions']:,}"),
+        ("uses of each KV block", f"{record['block_uses']:,}"),
+        (
+            "probes, of them not as the first",
+            f"{record['probes']}, {record['probe_mismatches']}",
+        ),
+        (
+            "tokens/s in minutes 5 to 10, in the last 5",
+            f"{first:g}, {last:g} ({last / first - 1:+.1%})",
+        ),
+        (
+            "tokens/s of half a minute, least to most",
+            f"{min(rates):.0f} to {max(rates):.0f}",
+        ),
+        ("host memory after a fifth of the time, at the end, MiB", memory["host"]),
+        ("device memory, the same, MiB", memory["device"]),
+    ]
+    return table(["", "found"], lines)
 
 
 def gain(row: Mapping[str, Any], other: str) -> float | None:
@@ -670,6 +719,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "results:load": lambda: section("load_h200", load_table),
     "results:shared_budget": lambda: section("shared_budget", budget_table),
     "results:ramp": lambda: section("ramp_h200", ramp_table),
+    "results:soak": lambda: section("soak_h200", soak_table),
     "results:acceptance": lambda: section("acceptance", acceptance_table),
     "results:acceptance_cpu": lambda: section("acceptance_cpu", acceptance_table),
     "results:calibration": lambda: section("calibration", calibration_table),

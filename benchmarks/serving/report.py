@@ -51,24 +51,23 @@ def summarize(measured: Sequence[Row]) -> list[Row]:
     return summary
 
 
-def compare_loads(measured: Sequence[Row]) -> list[Row]:
-    """Greedy tokens/s by load: ``off``, the best of each family, ``auto``.
+def compare_loads(measured: Sequence[Row], sampled: bool = False) -> list[Row]:
+    """Tokens/s by load, greedy or sampled: ``off``, the best of a family, ``auto``.
 
-    A row: ``batch``, ``input_len``, ``off``, ``chain``, ``chain_shape``, ``tree`` and
-    ``tree_shape`` (the best at this load), ``single`` and ``single_shape`` (the one
-    fixed shape whose geometric mean over all loads is best), ``auto``, ``auto_chose``,
+    A row: ``batch``, ``input_len``, ``temperature`` where it is sampled, ``off``,
+    ``chain`` and ``chain_shape``, ``tree`` and ``tree_shape`` (the best at this load),
+    ``single`` and ``single_shape`` (the one fixed shape whose geometric mean over all
+    loads is best), ``auto``, ``auto_chose``,
     and the ratios ``auto_over_off``, ``auto_over_best`` (the fastest fixed choice of
     the row, ``off`` among them) and ``auto_over_single``.
     """
-    loads: dict[tuple[int, int], list[Row]] = {}
+    loads: dict[tuple[float, ...], list[Row]] = {}
     for row in measured:
-        if row["temperature"] == 0:
-            loads.setdefault((row["batch"], row["input_len"]), []).append(row)
+        if (row["temperature"] > 0) is sampled:
+            key = tuple(row[name] for name in ("batch", "input_len", "temperature"))
+            loads.setdefault(key, []).append(row)
     single = best_single(list(loads.values()))
-    return [
-        _compare_load(batch, length, rows, single)
-        for (batch, length), rows in sorted(loads.items())
-    ]
+    return [_compare_load(rows, single) for _, rows in sorted(loads.items())]
 
 
 def best_single(loads: Sequence[Sequence[Row]]) -> str | None:
@@ -81,10 +80,10 @@ def best_single(loads: Sequence[Sequence[Row]]) -> str | None:
     return max(whole, key=lambda shape: mean(rates[shape]), default=None)
 
 
-def _compare_load(
-    batch: int, length: int, rows: Sequence[Row], single: str | None
-) -> Row:
-    line: Row = {"batch": batch, "input_len": length}
+def _compare_load(rows: Sequence[Row], single: str | None) -> Row:
+    line: Row = {name: rows[0][name] for name in ("batch", "input_len", "temperature")}
+    if not line["temperature"]:
+        del line["temperature"]
     for family in ("off", "chain", "tree", "auto"):
         ours = [row for row in rows if row["family"] == family]
         if not ours:
@@ -166,8 +165,14 @@ def main() -> None:
     print(format_table(record["rows"]))
     if args.loads:
         rows = compare_loads(record["measured"])
+        sampled = compare_loads(record["measured"], sampled=True)
         loads = {key: record[key] for key in ("command", "commit", "versions", "gpu")}
-        loads |= {"geometric_means": mean_ratios(rows), "rows": rows}
+        loads |= {
+            "sampled_geometric_means": mean_ratios(sampled),
+            "sampled": sampled,
+            "geometric_means": mean_ratios(rows),
+            "rows": rows,
+        }
         args.loads.write_text(json.dumps(loads, indent=1) + "\n")
 
 
