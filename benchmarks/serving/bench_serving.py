@@ -70,7 +70,7 @@ def parse_args() -> argparse.Namespace:
         "--shapes",
         nargs="+",
         default=SHAPES.split(),
-        help="off, auto, chain:N, tree:S,k,N[,F]",
+        help="off, auto, auto:shared, chain:N, tree:S,k,N[,F]",
     )
     add("--batches", type=int, nargs="+", default=BATCHES)
     add("--inputs", type=int, nargs="+", default=[1024, 8192])
@@ -199,14 +199,14 @@ class Bench:
             rounds = ROUNDS.get(batch, 1)
             cycle = prompts * -(-batch // len(prompts))
             decode(llm, cycle[:batch], temperature, warm_up)
-            settled = SETTLE if speculation.family == "auto" else 0
+            settled = SETTLE if speculation.is_auto else 0
             while settled > 0:
                 # It shall have seen the load whose steady state is measured.
                 seen = decode_rounds(
                     llm, cycle, batch, rounds, temperature, args.tokens
                 )
                 settled -= seen.steps
-            choices = ChoiceWatch(llm) if speculation.family == "auto" else None
+            choices = ChoiceWatch(llm) if speculation.is_auto else None
             window = decode_rounds(
                 llm, cycle, batch, rounds, temperature, args.tokens, choices
             )

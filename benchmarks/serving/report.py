@@ -13,6 +13,7 @@ from typing import Any
 
 Row = dict[str, Any]
 KEYS = ("temperature", "input_len", "batch")
+AUTO = ("auto", "shared")
 
 
 def summarize(measured: Sequence[Row]) -> list[Row]:
@@ -22,8 +23,9 @@ def summarize(measured: Sequence[Row]) -> list[Row]:
 
     A row: ``temperature``, ``input_len``, ``batch``, ``off_tok_s``, ``chain_tok_s``,
     ``chain``, ``chain_accept_length``, ``tree_tok_s``, ``tree``,
-    ``tree_accept_length``, ``tree_over_off``, ``tree_over_chain``. What was not
-    measured is left out.
+    ``tree_accept_length``, ``tree_over_off``, ``tree_over_chain``, ``auto_tok_s`` and
+    ``auto_chose``, ``shared_tok_s`` and ``shared_chose``. What was not measured is left
+    out.
     """
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in measured:
@@ -41,8 +43,9 @@ def summarize(measured: Sequence[Row]) -> list[Row]:
                 line[family] = best["shape"].split(":", 1)[1]
                 line[f"{family}_accept_length"] = best["accept_length"]
         for row in rows:
-            if row["family"] == "auto":
-                line["auto_tok_s"], line["auto_chose"] = row["tok_s"], row["chose"]
+            if (name := row["family"]) in AUTO:
+                line[f"{name}_tok_s"] = row["tok_s"]
+                line[f"{name}_chose"] = row["chose"]
         for other in ("off", "chain"):
             if "tree_tok_s" in line and f"{other}_tok_s" in line:
                 ratio = line["tree_tok_s"] / line[f"{other}_tok_s"]
@@ -57,7 +60,8 @@ def compare_loads(measured: Sequence[Row], sampled: bool = False) -> list[Row]:
     A row: ``batch``, ``input_len``, ``temperature`` where it is sampled, ``off``,
     ``chain`` and ``chain_shape``, ``tree`` and ``tree_shape`` (the best at this load),
     ``single`` and ``single_shape`` (the one fixed shape whose geometric mean over all
-    loads is best), ``auto``, ``auto_chose``,
+    loads is best), ``auto``, ``auto_chose``, ``shared`` and ``shared_chose`` (auto
+    with ``share_nodes``),
     and the ratios ``auto_over_off``, ``auto_over_best`` (the fastest fixed choice of
     the row, ``off`` among them) and ``auto_over_single``.
     """
@@ -73,7 +77,7 @@ def compare_loads(measured: Sequence[Row], sampled: bool = False) -> list[Row]:
 def best_single(loads: Sequence[Sequence[Row]]) -> str | None:
     """The fixed shape, measured at every load, of the best geometric mean."""
     rates: dict[str, list[float]] = {}
-    for row in (row for rows in loads for row in rows if row["family"] != "auto"):
+    for row in (row for rows in loads for row in rows if row["family"] not in AUTO):
         rates.setdefault(row["shape"], []).append(row["tok_s"])
     whole = [shape for shape, found in rates.items() if len(found) == len(loads)]
     mean = statistics.geometric_mean
@@ -84,7 +88,7 @@ def _compare_load(rows: Sequence[Row], single: str | None) -> Row:
     line: Row = {name: rows[0][name] for name in ("batch", "input_len", "temperature")}
     if not line["temperature"]:
         del line["temperature"]
-    for family in ("off", "chain", "tree", "auto"):
+    for family in ("off", "chain", "tree", *AUTO):
         ours = [row for row in rows if row["family"] == family]
         if not ours:
             continue
@@ -92,23 +96,24 @@ def _compare_load(rows: Sequence[Row], single: str | None) -> Row:
         line[family] = best["tok_s"]
         if family in ("chain", "tree"):
             line[f"{family}_shape"] = best["shape"]
-        if family == "auto":
-            line["auto_chose"] = best["chose"]
+        if family in AUTO:
+            line[f"{family}_chose"] = best["chose"]
     for row in rows:
         if row["shape"] == single:
             line |= {"single": row["tok_s"], "single_shape": single}
     fixed = [line[family] for family in ("off", "chain", "tree") if family in line]
     against = {"off": line.get("off"), "single": line.get("single")}
     against["best"] = max(fixed, default=None)
-    for name, rate in against.items():
-        if rate and "auto" in line:
-            line[f"auto_over_{name}"] = round(line["auto"] / rate, 3)
+    for ours in (name for name in AUTO if name in line):
+        for name, rate in against.items():
+            if rate:
+                line[f"{ours}_over_{name}"] = round(line[ours] / rate, 3)
     return line
 
 
 def mean_ratios(rows: Sequence[Row]) -> Row:
     """Geometric mean over the loads of each ratio of ``compare_loads``."""
-    names = [f"auto_over_{name}" for name in ("off", "best", "single")]
+    names = [f"{ours}_over_{n}" for ours in AUTO for n in ("off", "best", "single")]
     found = {n: [row[n] for row in rows if n in row] for n in names}
     return {n: round(statistics.geometric_mean(v), 3) for n, v in found.items() if v}
 

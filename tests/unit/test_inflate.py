@@ -264,6 +264,35 @@ def test_shapes_and_summary() -> None:
     assert mean_ratios(loads)["auto_over_off"] == pytest.approx(1.432, abs=1e-3)
 
 
+def test_sampled_loads_and_shared_nodes_stand_beside() -> None:
+    """Catches: sampled rows among the greedy ones; two kinds of auto taken for one."""
+    shared = Shape.parse("auto:shared")
+    assert shared.is_auto
+    assert shared.speculative is not None
+    assert shared.speculative["share_nodes"] is True
+    assert shared.capture_sizes([1, 8]) == Shape.parse("auto").capture_sizes([1, 8])
+    point = {"input_len": 1024, "batch": 8, "accept_length": 1.0}
+    rows = [
+        point | {"shape": name, "family": family, "tok_s": rate, "temperature": t}
+        for name, family, rates in (
+            ("off", "off", (100.0, 90.0)),
+            ("tree:6,3,7,1", "tree", (200.0, 150.0)),
+            ("auto", "auto", (190.0, 160.0)),
+            ("auto:shared", "shared", (210.0, 170.0)),
+        )
+        for t, rate in zip((0.0, 1.0), rates, strict=True)
+    ]
+    rows = [row | {"chose": [7, 6]} for row in rows]
+    (greedy,) = compare_loads(rows)
+    (sampled,) = compare_loads(rows, sampled=True)
+    assert "temperature" not in greedy
+    assert sampled["temperature"] == 1.0
+    assert (greedy["auto"], greedy["shared"]) == (190.0, 210.0)
+    assert (greedy["auto_over_best"], greedy["shared_over_best"]) == (0.95, 1.05)
+    assert sampled["auto_over_single"] == pytest.approx(160 / 150, abs=1e-3)
+    assert mean_ratios([greedy])["shared_over_off"] == 2.1
+
+
 @pytest.mark.slow
 def test_vllm_gives_the_same_ids_logprobs_and_accepted_drafts(tmp_path: Path) -> None:
     """Target and MTP layer inside vLLM; prompts of 1 token draft at position 0."""

@@ -79,7 +79,7 @@ def measure(job: Job, shape: Shape) -> list[Row]:
     rows = []
     for batch in job.batches:
         decode(llm, prompts[:batch], job.temperature, 3 * shape.num_steps + 4)
-        choices = ChoiceWatch(llm) if shape.family == "auto" else None
+        choices = ChoiceWatch(llm) if shape.is_auto else None
         window = decode_rounds(
             llm,
             prompts,

@@ -14,8 +14,9 @@ class Shape:
 
     name: str
     family: str
-    """``off``, ``chain`` (vLLM's in-tree ``mtp``), ``tree`` (``mtp_tree``) or
-    ``auto`` (``mtp_tree`` whose shape follows the load)."""
+    """``off``, ``chain`` (vLLM's in-tree ``mtp``), ``tree`` (``mtp_tree``), ``auto``
+    (``mtp_tree`` whose shape follows the load) or ``shared`` (and whose large batches
+    may share their nodes)."""
 
     num_steps: int
     topk: int
@@ -25,8 +26,8 @@ class Shape:
 
     @classmethod
     def parse(cls, name: str) -> "Shape":
-        """Understand ``off``, ``auto``, ``chain:N``, ``chain:N:probabilistic``,
-        ``tree:S,k,N`` and ``tree:S,k,N,F``.
+        """Understand ``off``, ``auto``, ``auto:shared``, ``chain:N``,
+        ``chain:N:probabilistic``, ``tree:S,k,N`` and ``tree:S,k,N,F``.
 
         Raises:
             ValueError: for anything else.
@@ -35,8 +36,10 @@ class Shape:
         speculative: dict[str, Any]
         if family == "off" and not rest:
             return cls(name, family, 0, 1, 0, 1, None)
-        if family == "auto" and not rest:
+        if family == "auto" and rest in ([], ["shared"]):
             speculative = {"method": METHOD, "shape": "auto"}
+            if rest:
+                family, speculative["share_nodes"] = "shared", True
             largest = parse_settings(speculative).config.shape
             return cls(
                 name,
@@ -66,7 +69,7 @@ class Shape:
                 speculative["frontier"] = frontier = given[0]
             return cls(name, family, steps, topk, nodes, frontier, speculative)
         raise ValueError(
-            f"{name!r} is no configuration; use off, auto, chain:N, "
+            f"{name!r} is no configuration; use off, auto, auto:shared, chain:N, "
             "chain:N:probabilistic or tree:STEPS,TOPK,NODES[,FRONTIER]"
         )
 
@@ -74,6 +77,11 @@ class Shape:
     def num_rows(self) -> int:
         """Rows of a request in a verify pass."""
         return self.num_nodes + 1
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the shape follows the load."""
+        return self.family in ("auto", "shared")
 
     def serves(self, temperature: float) -> bool:
         """Whether it makes a difference to measure it at this temperature."""
@@ -86,7 +94,7 @@ class Shape:
         a chain's one.
         """
         rows, most = {self.num_rows, self.frontier}, max(batches) * self.num_rows
-        if self.family == "auto":
+        if self.is_auto:
             largest = TreeShape(
                 self.num_steps, self.topk, self.num_nodes, self.frontier
             )
