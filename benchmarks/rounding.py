@@ -14,10 +14,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.common import write_record
 from tests.e2e.test_ids import sampling
+from tests.helpers.controls import Noise
 from tests.helpers.engine import engine, generate, runner_of
 from tests.helpers.margin import BFLOAT16_LOGIT_TOLERANCE, score_splits
 from tests.helpers.prompts import held_out
@@ -25,31 +24,6 @@ from tests.helpers.prompts import held_out
 COUNT, TOKENS = 48, 96
 LENGTHS = (1, 2, 3, 7, 8, 9, 33, 120)
 NOISES = (2.0**-9, 2.0**-8, 2.0**-7)
-SUBLAYERS = ("self_attn", "mlp", "gate", "input_layernorm", "post_attention_layernorm")
-
-
-class Noise:
-    """Forward hooks that multiply by ``1 + level * normal``; 0 changes nothing."""
-
-    def __init__(self, model: Any) -> None:
-        self.level = 0.0
-        self.random = torch.Generator().manual_seed(0)
-        for name, module in model.named_modules():
-            if name.rsplit(".", 1)[-1] in SUBLAYERS:
-                module.register_forward_hook(self._add)
-
-    def _add(self, _module: Any, _args: Any, output: Any) -> Any:
-        if self.level == 0:
-            return output
-        if isinstance(output, tuple):
-            return tuple(map(self._one, output))
-        return self._one(output)
-
-    def _one(self, value: Any) -> Any:
-        if not torch.is_tensor(value) or not value.is_floating_point():
-            return value
-        noise = torch.randn(value.shape, generator=self.random)
-        return (value.float() * (1 + self.level * noise)).to(value.dtype)
 
 
 def main() -> None:

@@ -1,7 +1,10 @@
 """The margin rule: where token ids may differ, and how much that proves."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
+
+from tests.helpers.controls import controls
 
 BFLOAT16_LOGIT_TOLERANCE = 0.25
 """Two roundings to bfloat16 of logits below 32, which are 0.125 apart there."""
@@ -21,12 +24,13 @@ def unequal_beyond_ties(
 ) -> list[str]:
     """Outputs that differ for another reason than a floating-point tie.
 
-    At the first mismatch the common prefix is scored again without speculation, twice:
-    as a prompt, and by decoding up to it once more. Both tokens must lie within
-    ``tolerance`` of each other, in log-probability, by one of the two. With
-    ``measured`` it is enough that they are no further apart than the two scores: how
-    exact kernels are whose precision is not that of the logits (FP8 KV). Returns one
-    line per output that fails.
+    At the first mismatch the common prefix is computed again without speculation: as a
+    prompt, by decoding up to it once more, and, where these two do not settle it, as
+    ``controls`` do. One of them must draw our token there, or another one that leads
+    it by no more than ``tolerance`` in log-probability. With ``measured`` it is enough
+    that the lead is no larger than the first two computations are apart: how exact
+    kernels are whose precision is not that of the logits (FP8 KV). Returns one line
+    per output that fails.
 
     ``params`` are needed where requests are sampled: their temperature scales the
     scores, and the noise of their seed and their logit bias are added.
@@ -41,7 +45,9 @@ def unequal_beyond_ties(
         return []
     greedy = SamplingParams(temperature=0, ignore_eos=True)
     kinds = [params[s.output] if params else greedy for s in splits]
-    as_prompt = _score_as_prompts(reference_llm, prompts, reference, splits)
+    prefixes = [prompts[s.output] + reference[s.output][: s.first] for s in splits]
+    asked = [_behind(k, s.first) for k, s in zip(kinds, splits, strict=True)]
+    as_prompt = _score(reference_llm, prefixes, splits, asked, [0] * len(splits))
     decoded = _score(
         reference_llm,
         [prompts[s.output] for s in splits],
@@ -51,20 +57,23 @@ def unequal_beyond_ties(
         [reference[s.output] for s in splits],
     )
     faults = []
-    for split, kind, *scores in zip(splits, kinds, as_prompt, decoded, strict=True):
-        scale, extra = 1.0, 0.0
-        if kind.temperature > 0:
-            scale = 1 / kind.temperature
-            position = len(prompts[split.output]) + split.first - 1
-            noise = _noise(kind.seed, position, (split.theirs, split.ours))
-            extra = noise[0] - noise[1]
-        bias = kind.logit_bias or {}
-        extra += scale * (bias.get(split.theirs, 0.0) - bias.get(split.ours, 0.0))
-        gaps = [scale * score + extra for score in scores if score is not None]
+    for split, prefix, kind, *both in zip(
+        splits, prefixes, asked, as_prompt, decoded, strict=True
+    ):
+        scores = [score for score in both if score is not None]
+        gaps = [score.gap for score in scores]
         exact = max(gaps) - min(gaps) if measured else 0.0
-        if min(map(abs, gaps)) > max(tolerance * scale, exact):
-            told = " and ".join(f"{gap:.3f}" for gap in gaps)
-            faults.append(f"output {split.output}, token {split.first}: {told} apart")
+        most = max(tolerance / (kind.temperature or 1.0), exact)
+        if min(score.lead for score in scores) <= most:
+            continue
+        for name in controls(reference_llm):
+            (score,) = _score(reference_llm, [prefix], [split], [kind], [0], salt=name)
+            scores += [score] if score is not None else []
+            if scores[-1].lead <= most:
+                break
+        else:
+            told = ", ".join(f"{score.lead:.3f}" for score in scores)
+            faults.append(f"output {split.output}, token {split.first}: {told} behind")
     return faults
 
 
@@ -75,9 +84,18 @@ def score_splits(
     found: list[list[int]],
 ) -> list[float]:
     """How far both tokens are apart at the first difference of each greedy output."""
+    from vllm import SamplingParams
+
     splits = _find_splits(reference, found)
-    scores = _score_as_prompts(reference_llm, prompts, reference, splits)
-    return [abs(score) for score in scores if score is not None]
+    greedy = SamplingParams(temperature=0, ignore_eos=True)
+    scores = _score(
+        reference_llm,
+        [prompts[s.output] + reference[s.output][: s.first] for s in splits],
+        splits,
+        [greedy] * len(splits),
+        [0] * len(splits),
+    )
+    return [abs(score.gap) for score in scores if score is not None]
 
 
 def _find_splits(reference: list[list[int]], found: list[list[int]]) -> list["Split"]:
@@ -108,21 +126,32 @@ class Split:
     theirs: int
 
 
-def _score_as_prompts(
-    llm: Any,
-    prompts: list[list[int]],
-    reference: list[list[int]],
-    splits: list[Split],
-) -> list[float | None]:
-    """``_score`` of the common prefixes."""
+@dataclass(frozen=True)
+class Score:
+    """Two leads over our token, with temperature, bias and the seed's noise."""
+
+    gap: float
+    """Of the reference's token; below 0 where ours is before it."""
+
+    lead: float
+    """Of the token drawn."""
+
+
+def _behind(kind: Any, first: int) -> Any:
+    """What draws the first token of a prompt as ``kind`` does the output's ``first``.
+
+    Of temperature, seed, bias and minimum length only: the rest looks back.
+    """
     from vllm import SamplingParams
 
-    return _score(
-        llm,
-        [prompts[s.output] + reference[s.output][: s.first] for s in splits],
-        splits,
-        [SamplingParams(temperature=0, ignore_eos=True)] * len(splits),
-        [0] * len(splits),
+    return SamplingParams(
+        temperature=kind.temperature,
+        seed=kind.seed,
+        logit_bias=kind.logit_bias,
+        min_tokens=int(kind.min_tokens > first),
+        max_tokens=1,
+        stop_token_ids=kind.stop_token_ids,
+        ignore_eos=kind.ignore_eos,
     )
 
 
@@ -133,10 +162,12 @@ def _score(
     params: list[Any],
     places: list[int],
     expected: list[list[int]] | None = None,
-) -> list[float | None]:
-    """How far their token is before ours, at a place of the output, without noise.
+    salt: str | None = None,
+) -> list[Score | None]:
+    """How both tokens stand at a place of the output.
 
-    None where the output is not as ``expected`` before it.
+    None where the output is not as ``expected`` before it. With ``salt`` no cached
+    prefix is read, and what this leaves in the cache is never read either.
     """
     asked = []
     for split, kind, place in zip(splits, params, places, strict=True):
@@ -145,23 +176,38 @@ def _score(
         kind.min_tokens = min(kind.min_tokens, kind.max_tokens)
         kind.logprob_token_ids = [split.ours, split.theirs]
         asked.append(kind)
-    inputs = [{"prompt_token_ids": p} for p in prompts]
+    inputs: list[dict[str, Any]] = [{"prompt_token_ids": p} for p in prompts]
+    for one in inputs if salt is not None else ():
+        one["cache_salt"] = f"{salt} {next(_uses)}"
     outputs = llm.generate(inputs, asked, use_tqdm=False)
-    found: list[float | None] = []
-    for i, (split, place, output) in enumerate(
-        zip(splits, places, outputs, strict=True)
+    found: list[Score | None] = []
+    for i, (split, kind, place, output) in enumerate(
+        zip(splits, params, places, outputs, strict=True)
     ):
         ids = list(output.outputs[0].token_ids)
         as_before = expected is None or ids[:place] == expected[i][:place]
         if not as_before or len(ids) <= place:
             found.append(None)
             continue
-        scores = output.outputs[0].logprobs[place]
-        found.append(scores[split.theirs].logprob - scores[split.ours].logprob)
+        logprobs = output.outputs[0].logprobs[place]
+        tokens = (split.ours, split.theirs, ids[place])
+        position = len(prompts[i]) + place - 1
+        bias = kind.logit_bias or {}
+        values = [logprobs[t].logprob + bias.get(t, 0.0) for t in tokens]
+        if kind.temperature > 0:
+            noise = _noise(kind.seed, position, tokens)
+            values = [
+                v / kind.temperature + n for v, n in zip(values, noise, strict=True)
+            ]
+        ours, theirs, drawn = values
+        found.append(Score(gap=theirs - ours, lead=drawn - ours))
     return found
 
 
-def _noise(seed: int, position: int, tokens: tuple[int, int]) -> list[float]:
+_uses = itertools.count()
+
+
+def _noise(seed: int, position: int, tokens: tuple[int, ...]) -> list[float]:
     import torch
 
     from tests.helpers.trees import target_noise

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.conftest import GPUS
+from tests.helpers.controls import step_budget
 from tests.helpers.engine import WITH_GRAPHS, counters, engine, runner_of
 
 MAX_MODEL_LEN = 512 if GPUS else 192
@@ -132,12 +133,8 @@ class Scheduled:
     @contextlib.contextmanager
     def budget(self, tokens: int) -> Iterator[None]:
         """At most ``tokens`` tokens a step, of all requests together."""
-        before = self.scheduler.max_num_scheduled_tokens
-        self.scheduler.max_num_scheduled_tokens = tokens
-        try:
+        with step_budget(self.scheduler, tokens):
             yield
-        finally:
-            self.scheduler.max_num_scheduled_tokens = before
 
     @contextlib.contextmanager
     def free_blocks(self, count: int) -> Iterator[None]:
