@@ -67,13 +67,16 @@ def controls(llm: Any) -> Iterator[str]:
 
     First the prompt in chunks of several sizes, where the engine takes chunks; then in
     one piece with noise of one rounding on the output of every sublayer. Torch hooks
-    make the noise, so it is missing where a prefill is compiled or replayed.
+    make the noise, so it is missing where a prefill is compiled or replayed, and with
+    several workers, whose models are in other processes.
     """
     engine = llm.llm_engine
     if engine.vllm_config.scheduler_config.enable_chunked_prefill:
         for rows in CHUNKS:
             with step_budget(engine.engine_core.engine_core.scheduler, rows):
                 yield f"in chunks of {rows}"
+    if engine.vllm_config.parallel_config.world_size > 1:
+        return
     noise = Noise(runner_of(llm).model)
     # The most that rounding to the nearest changes numbers just below a power of two.
     noise.level = torch.finfo(engine.vllm_config.model_config.dtype).eps / 4
