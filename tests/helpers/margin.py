@@ -1,5 +1,6 @@
 """The margin rule: where token ids may differ, and how much that proves."""
 
+import contextlib
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -66,14 +67,18 @@ def unequal_beyond_ties(
         most = max(tolerance / (kind.temperature or 1.0), exact)
         if min(score.lead for score in scores) <= most:
             continue
-        for name in controls(reference_llm):
-            (score,) = _score(reference_llm, [prefix], [split], [kind], [0], salt=name)
-            scores += [score] if score is not None else []
-            if scores[-1].lead <= most:
-                break
-        else:
-            told = ", ".join(f"{score.lead:.3f}" for score in scores)
-            faults.append(f"output {split.output}, token {split.first}: {told} behind")
+        with contextlib.closing(controls(reference_llm)) as names:
+            for name in names:
+                (score,) = _score(
+                    reference_llm, [prefix], [split], [kind], [0], salt=name
+                )
+                scores += [score] if score is not None else []
+                if scores[-1].lead <= most:
+                    break
+            else:
+                told = ", ".join(f"{score.lead:.3f}" for score in scores)
+                where = f"output {split.output}, token {split.first}"
+                faults.append(f"{where}: {told} behind")
     return faults
 
 
