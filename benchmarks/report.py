@@ -371,6 +371,27 @@ def ramp_table(record: Record) -> str:
     )
 
 
+FRONTIER_SIZES = ((3, 3), (4, 4), (5, 3), (5, 5), (7, 4), (7, 6), (12, 6), (15, 6))
+"""(N, S) that the table of frontiers shows."""
+
+
+def frontier_table(record: Record) -> str:
+    """Accept length by size and frontier."""
+    found = {
+        (r["temperature"], r["nodes"], r["depth"], r["frontier"]): r["accept_length"]
+        for r in record["rows"]
+    }
+    widest = sorted({frontier for *_, frontier in found})
+    return table(
+        ["T", "nodes N", "depth S", *(f"F = {frontier}" for frontier in widest)],
+        (
+            [t, n, s, *(found.get((t, n, s, frontier)) for frontier in widest)]
+            for t in sorted({temperature for temperature, *_ in found})
+            for n, s in FRONTIER_SIZES
+        ),
+    )
+
+
 def soak_table(record: Record) -> str:
     """What a server under mixed traffic came to."""
     first, last = record["tok_s_min_5_10"], record["tok_s_last_5"]
@@ -720,6 +741,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "results:shared_budget": lambda: section("shared_budget", budget_table),
     "results:ramp": lambda: section("ramp_h200", ramp_table),
     "results:soak": lambda: section("soak_h200", soak_table),
+    "results:frontier": lambda: section("frontier", frontier_table),
     "results:acceptance": lambda: section("acceptance", acceptance_table),
     "results:acceptance_cpu": lambda: section("acceptance_cpu", acceptance_table),
     "results:calibration": lambda: section("calibration", calibration_table),

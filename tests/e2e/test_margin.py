@@ -20,8 +20,8 @@ pytestmark = pytest.mark.skipif(
 
 TEXT = [349, 1189, 1189, 1444, 488, 200, 200, 760, 1154, 1154, 1154, 23, 1852, 289]
 EITHER = (200, 1887)
-"""What comes next with the seed below, according to how the router of layer 1 rounds
-a tie of two groups of experts. Each is 1.4 or more ahead where it comes."""
+"""What comes next with the seed below, according to how the model rounds before it;
+probably a router's tie. Each is 1.4 or more ahead where it comes."""
 
 SEED = 78450728
 LONG_TEXT = 3 * TEXT
