@@ -232,6 +232,33 @@ def test_another_text_is_noticed_at_once() -> None:
     assert model.predict(small) > 3
 
 
+def test_a_look_at_another_rung_interrupts_nothing() -> None:
+    """One request; a comparison that began anew after each look would never end."""
+    model = AcceptanceModel(LADDER, 3)
+    small, large = equal_of(3), equal_of(7)
+
+    def look(accepted: int, looks: int) -> None:
+        for _ in range(looks):
+            for _ in range(44):
+                model.observe(small, [accepted])
+            for _ in range(4):
+                model.observe(large, [accepted])
+        model.observe(small, [accepted])
+
+    look(1, looks=40)
+    before = model.predict(small)
+    look(3, looks=2)
+    assert before < 2.1
+    assert model.predict(small) > 3.3
+    # Nor does the rung take the credit.
+    assert model.factors[small] == pytest.approx(1, abs=0.01)
+    # After more than a look the rungs are compared.
+    for rung in (large, small):
+        for _ in range(64):
+            model.observe(rung, [2])
+    assert not model.is_learned
+
+
 def test_uneven_text_makes_deep_trees_worth_more() -> None:
     """Catches: one chance for all text, whose powers fall too fast with the depth."""
     deep, p = Rung(6, 6), 0.7
@@ -322,6 +349,31 @@ def test_costs_follow_what_steps_take() -> None:
     # The others are taken to be as wrong until they are seen.
     other = costs.table.predict(5, 8, 1024)
     assert costs.predict(5, 8, 1024) == pytest.approx(2 * other, rel=0.1)
+
+
+def test_costs_not_seen_are_as_wrong_as_those_seen() -> None:
+    """Catches: an error common to all, counted as that of the rungs in use alone."""
+    costs = CostModel(default_table(LADDER), len(LADDER), is_measured=False)
+    for _ in range(200):
+        for rung in (1, 2):
+            costs.observe(rung, 256, 1024, costs.table.predict(rung, 256, 1024) / 3)
+    for rung in (1, 2, 5):
+        wanted = costs.table.predict(rung, 256, 1024) / 3
+        assert costs.predict(rung, 256, 1024) == pytest.approx(wanted, rel=0.05)
+    # At another batch all is to be learned anew.
+    costs.observe(1, 8, 1024, 10.0)
+    assert max(costs.weights) <= 2
+
+
+def test_measured_costs_hold_for_rungs_not_seen() -> None:
+    costs = CostModel(default_table(LADDER), len(LADDER), is_measured=True)
+    for _ in range(40):
+        costs.observe(1, 8, 1024, 2 * costs.table.predict(1, 8, 1024))
+    assert costs.ratios[1] > 1
+    wanted = costs.table.predict(5, 8, 1024) * costs.common
+    assert costs.predict(5, 8, 1024) == wanted
+    costs.observe(1, 64, 1024, 10.0)
+    assert costs.weights[1] > 30
 
 
 def test_one_slow_step_counts_for_little() -> None:

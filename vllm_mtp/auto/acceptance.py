@@ -35,6 +35,10 @@ Then the text has changed, and they are all that is remembered."""
 VISIT = 256
 """Trees after a change of rung that tell how wrong the model is between the two."""
 
+LOOK = 24
+"""Fewer trees of another rung are a look: afterwards all goes on as before it. A batch
+of few requests would otherwise spend its time comparing, blind to another text."""
+
 SAME = 0.05
 """Change of the batch, relatively, up to which its text is taken to be the same."""
 
@@ -115,8 +119,9 @@ class AcceptanceModel:
         # Trees remembered, as if all were of the rung in use, and what they accepted.
         self.rung = 0
         self.trees, self.accepted = STALE, 0.0
-        # The last ones of these.
+        # The last ones of these, and as it was when the rung before was left.
         self.recent_trees = self.recent_accepted = 0.0
+        self.left = (0, 0.0, 0.0)
         # The first trees of the rung in use, and what was expected of them.
         self.visit_trees = self.visit_accepted = 0
         self.expected = 0.0
@@ -177,12 +182,15 @@ class AcceptanceModel:
         """Go on with another rung, and what is known of the text in its terms."""
         if self.is_stale:
             self.trees = min(self.trees, STALE)
+        before, *recent = self.left
+        was_look = rung == before and self.visit_trees < LOOK and not self.is_stale
+        self.left = self.rung, self.recent_trees, self.recent_accepted
         self.rung = rung
         self.expected = self.predict(rung) - 1
-        self.visit_trees = self.visit_accepted = 0
-        self.is_learned, self.is_stale = self.is_stale, False
+        self.visit_trees, self.visit_accepted = VISIT if was_look else 0, 0
+        self.is_learned, self.is_stale = self.is_stale or was_look, False
         self.accepted = self.trees * self.expected
-        self.recent_trees = self.recent_accepted = 0.0
+        self.recent_trees, self.recent_accepted = recent if was_look else (0.0, 0.0)
 
     def _accepts(self, rung: int, p: float) -> float:
         """Nodes accepted, between the points of the table."""

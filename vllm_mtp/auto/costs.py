@@ -178,7 +178,20 @@ class CostModel:
     def predict(self, rung: int, batch: int, context: int) -> float:
         """Milliseconds of a step in which nothing but decoding happens."""
         base = self.table.predict(rung, batch, context)
-        return base * self.common * self.ratios[rung]
+        return base * self.common * self._ratio(rung)
+
+    def _ratio(self, rung: int) -> float:
+        """Of a rung that was not timed lately, that of those that were.
+
+        Else the error that these share would count against it, and it would never be
+        timed. Measured costs are right about it as they are.
+        """
+        known, total = min(self.weights[rung], 1.0), sum(self.weights)
+        if self.is_measured or known == 1 or total == 0:
+            return self.ratios[rung]
+        pairs = zip(self.weights, self.ratios, strict=True)
+        mean = math.exp(sum(w * math.log(ratio) for w, ratio in pairs) / total)
+        return math.pow(self.ratios[rung], known) * math.pow(mean, 1 - known)
 
     def observe(self, rung: int, batch: int, context: int, ms: float) -> None:
         """Take in the time of one step; one that no clock should give is left out."""
@@ -187,6 +200,9 @@ class CostModel:
         off_by = ms / self.predict(rung, batch, context)
         if not 0.67 < batch / max(self.batch, 1) < 1.5:
             self.batch, self.common_weight = batch, min(self.common_weight, 1.0)
+            if not self.is_measured:
+                # Typical costs are wrong in another way at another batch.
+                self.weights = [min(weight, 1.0) for weight in self.weights]
         if min(self.common_weight, self.weights[rung]) >= COMMON_MEMORY / 2:
             # One slow step (a pause, another program) must not count for many.
             off_by = min(max(off_by, 0.7), 1.5)
@@ -195,7 +211,7 @@ class CostModel:
         share = doubt[0] / (doubt[0] + doubt[1])
         self.common *= off_by ** (share / (self.common_weight + 1))
         weight = self.weights[rung] + self.prior
-        self.ratios[rung] *= off_by ** ((1 - share) / weight)
+        self.ratios[rung] = self._ratio(rung) * off_by ** ((1 - share) / weight)
         self.common_weight = min(self.common_weight + 1, COMMON_MEMORY)
         self.weights[rung] = min(self.weights[rung] + 1, MEMORY)
         for other in range(len(self.weights)):

@@ -115,6 +115,8 @@ class Policy:
             # Has drafting begun to pay? The rung that comes closest tells.
             self.probing = max(range(1, len(rates)), key=rates.__getitem__)
             self.probe_ends = self.steps + PROBE_STEPS
+            if not self._is_known(self.probing):
+                self.next_probe = self.steps + PROBE_EVERY // 8
             return
         others = [
             r
