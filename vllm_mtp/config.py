@@ -53,7 +53,7 @@ class TreeShape:
         _check_range("topk", self.topk, 1, MAX_TOPK)
         if self.frontier == -1:
             object.__setattr__(self, "frontier", self.topk)
-        _check_range("frontier", self.frontier, 1, self.topk)
+        _check_frontier(self.frontier, self.topk)
         _check_range("num_speculative_tokens", self.num_nodes, 1, MAX_ROWS - 1)
         if self.num_scratch_rows > MAX_ROWS:
             raise SettingsError(
@@ -123,6 +123,15 @@ def _check_range(name: str, value: object, low: int, high: int) -> None:
         raise SettingsError(
             f"mtp_tree: {name}={value} is out of range; use {low} to {high}."
         )
+
+
+def _check_frontier(value: object, topk: int) -> None:
+    if isinstance(value, int) and topk < value <= MAX_TOPK:
+        raise SettingsError(
+            f"mtp_tree: frontier={value} is out of range; use 1 to {topk}. It is at "
+            f"most topk={topk}; raise topk for more."
+        )
+    _check_range("frontier", value, 1, topk)
 
 
 SGLANG_NAMES = {
@@ -370,7 +379,9 @@ def _check_key(key: str, value: Any) -> None:
             f"mtp_tree: {key}={value!r} has no meaning here ({reason}). Remove it."
         )
     known = [*OWN_KEYS, *PASSED_KEYS, *SGLANG_NAMES]
-    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    own = key.removeprefix("speculative_")
+    word = own if own in known else key
+    nearest = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
     raise SettingsError(
         f"mtp_tree: unknown setting {key!r}{hint} Known settings: "
@@ -380,17 +391,20 @@ def _check_key(key: str, value: Any) -> None:
 
 def _fill_auto(given: dict[str, Any]) -> TreeShape:
     """The largest tree of ``"shape": "auto"``; sizes left out fit those given."""
-    limits = MAX_STEPS, MAX_TOPK, MAX_ROWS - 1, given["topk"] or MAX_TOPK
-    for (name, value), limit in zip(given.items(), limits, strict=True):
+    limits = MAX_STEPS, MAX_TOPK, MAX_ROWS - 1
+    for (name, value), limit in zip(given.items(), limits, strict=False):
         if value is not None:
             _check_range(name, value, 1, limit)
     steps, topk, nodes, frontier = given.values()
+    if frontier is not None:
+        _check_frontier(frontier, topk or MAX_TOPK)
     largest_steps, largest_topk, largest_nodes, widest = AUTO_SIZES.values()
     if nodes == 1:
         raise SettingsError(
             'mtp_tree: "shape": "auto" needs num_speculative_tokens of 2 or more, the '
             "largest tree to choose; found 1."
         )
+    source = "" if topk or not frontier else f" (for frontier={frontier})"
     if topk is None:
         topk = max(min(largest_topk, nodes or largest_topk), frontier or 1)
     if frontier is None:
@@ -401,9 +415,9 @@ def _fill_auto(given: dict[str, Any]) -> TreeShape:
         nodes = min(max(largest_nodes, topk), candidates(steps, topk, frontier))
     if not 2 <= topk <= nodes:
         raise SettingsError(
-            f'mtp_tree: "shape": "auto" with topk={topk} and num_speculative_tokens'
-            f"={nodes} leaves nothing to choose; use topk from 2 to "
-            "num_speculative_tokens, or remove shape for chains."
+            f'mtp_tree: "shape": "auto" with topk={topk}{source} and '
+            f"num_speculative_tokens={nodes} leaves nothing to choose; use topk from 2 "
+            "to num_speculative_tokens, or remove shape for chains."
         )
     return _fill_shape(steps, topk, nodes, frontier)
 
@@ -414,7 +428,7 @@ def _fill_shape(steps: Any, topk: Any, nodes: Any, frontier: Any) -> TreeShape:
     topk = defaults.topk if topk is None else topk
     _check_range("topk", topk, 1, MAX_TOPK)
     frontier = topk if frontier is None else frontier
-    _check_range("frontier", frontier, 1, topk)
+    _check_frontier(frontier, topk)
     if steps is None:
         steps = defaults.num_steps
         if nodes is not None:

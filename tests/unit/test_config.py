@@ -88,7 +88,12 @@ def test_sglang_names_are_translated_and_the_root_discounted() -> None:
         ({"topk": 3, "frontier": 0}, "frontier=0 is out of range; use 1 to 3"),
         ({"topk": 3, "frontier": 4}, "frontier=4 is out of range; use 1 to 3"),
         ({"topk": 3, "frontier": -1}, "frontier=-1 is out of range; use 1 to 3"),
-        ({"frontier": 5}, "frontier=5 is out of range; use 1 to 4"),
+        ({"frontier": 5}, "use 1 to 4. It is at most topk=4; raise topk for more."),
+        (
+            {"shape": "auto", "frontier": 3, "num_speculative_tokens": 2},
+            "with topk=3 (for frontier=3) and num_speculative_tokens=2",
+        ),
+        ({"speculative_frontier": 2}, "did you mean 'frontier'?"),
         ({"topk": 3, "frontier": "2"}, "frontier='2' must be a whole number from 1"),
         ({"topk": 3, "frontier": True}, "frontier=True must be a whole number from 1"),
         ({"topk": 3, "frontier": 1.0}, "frontier=1.0 must be a whole number from 1"),

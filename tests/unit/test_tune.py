@@ -27,7 +27,8 @@ RATES = {
     "chain:3": {1: 220.0, 64: 4000.0},
     "tree:3,4,7": {1: 200.0, 64: 5000.0},
 }
-CONFIGS = {name: Shape.parse(name).speculative for name in [*RATES, "auto"]}
+AUTOS = ("auto", "auto:shared")
+CONFIGS = {name: Shape.parse(name).speculative for name in [*RATES, *AUTOS]}
 
 
 def test_the_best_over_all_batches_is_recommended() -> None:
@@ -42,6 +43,23 @@ def test_auto_is_recommended_when_it_is_level(rate: float, shape: str) -> None:
     auto = {batch: rate * RATES["tree:3,4,7"][batch] for batch in (1, 64)}
     found = recommend(rows_of({**RATES, "auto": auto}), CONFIGS)
     assert found["shape"] == shape
+
+
+def test_auto_with_shared_nodes_is_no_fixed_shape() -> None:
+    """Catches: ``auto`` recommended as level with the one that is better."""
+    best = RATES["tree:3,4,7"]
+    rates = {
+        name: {batch: share * rate for batch, rate in best.items()}
+        for name, share in zip(AUTOS, (1.0, 1.01), strict=True)
+    }
+    found = recommend(rows_of({**RATES, **rates}), CONFIGS)
+    assert found["shape"] == "auto:shared"
+    assert found["speculative_config"]["share_nodes"] is True
+    assert found["why"].startswith("1.01x the best fixed shape (tree:3,4,7)")
+    # Without a fixed one to compare with.
+    found = recommend(rows_of(rates), CONFIGS)
+    assert found["shape"] == "auto:shared"
+    assert "fixed" not in found["why"]
 
 
 def test_speculation_that_does_not_pay_is_not_recommended() -> None:
@@ -103,6 +121,8 @@ def test_prompts_have_the_length_and_begin_differently() -> None:
     ("args", "words"),
     [
         (["--shapes", "wide"], "'wide'"),
+        (["--shapes", "auto:wide"], "auto:shared"),
+        (["--shapes", "tree:3-4"], "tree:S-k-N[-F]"),
         (["--shapes", "tree:3-4-99"], "num_speculative_tokens"),
         (["--shapes", "tree:3-4-7-5"], "frontier=5 is out of range"),
         (["--batches", "1,x"], "whole numbers"),

@@ -23,7 +23,9 @@ def tune(
     shapes: Annotated[
         str,
         typer.Option(
-            help="off, auto, chain:N (vLLM's own mtp) and tree:S-k-N[-F], by comma."
+            help="By comma: off, auto, auto:shared (with share_nodes), chain:N "
+            "(vLLM's own mtp) and tree:S-k-N[-F], where S is num_steps, k topk, N "
+            "num_speculative_tokens and F frontier."
         ),
     ] = SHAPES,
     batches: Annotated[str, typer.Option(help="Batch sizes, by comma.")] = "1,4,16,64",
@@ -132,8 +134,8 @@ def _shape(name: str) -> Shape:
         raise
     except ValueError as error:
         raise SettingsError(
-            f"tune: --shapes has {name!r}; use off, auto, chain:N or tree:S-k-N, "
-            "separated by commas."
+            f"tune: --shapes has {name!r}; use off, auto, auto:shared, chain:N or "
+            "tree:S-k-N[-F], separated by commas."
         ) from error
 
 

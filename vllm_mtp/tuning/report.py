@@ -5,10 +5,13 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_mtp.tuning.shapes import Shape
+
 Row = dict[str, Any]
 
 AUTO_LEVEL = 0.98
-"""``auto`` is recommended when it reaches this share of the best fixed shape."""
+"""``auto`` and ``auto:shared`` are recommended when the better of them reaches this
+share of the best fixed shape."""
 
 BAR = 32
 """Characters of the longest bar."""
@@ -39,13 +42,15 @@ def recommend(rows: Sequence[Row], configs: dict[str, Any]) -> Row:
         shape: statistics.geometric_mean(max(found[b], 1e-3) for b in batches)
         for shape, found in rates.items()
     }
-    fixed = {shape: mean for shape, mean in means.items() if shape != "auto"}
+    autos = [shape for shape in means if Shape.parse(shape).is_auto]
+    fixed = [shape for shape in means if shape not in autos]
     chosen = max(fixed or means, key=lambda shape: means[shape])
     why = "the most tokens per second over all batches (geometric mean)"
-    if "auto" in means and means["auto"] >= AUTO_LEVEL * means[chosen]:
-        ratio = means["auto"] / means[chosen]
+    auto = max(autos, key=lambda shape: means[shape], default=chosen)
+    if fixed and auto != chosen and means[auto] >= AUTO_LEVEL * means[chosen]:
+        ratio = means[auto] / means[chosen]
         why = f"{ratio:.2f}x the best fixed shape ({chosen}) over all batches"
-        chosen = "auto"
+        chosen = auto
     return {
         "shape": chosen,
         "speculative_config": configs[chosen],
