@@ -130,6 +130,32 @@ def test_drafts_after_a_pause_are_those_without_one(auto: Any) -> None:
     }
 
 
+@pytest.mark.parametrize("narrow", [Rung(2, 2), Rung(7, 6)])
+def test_drafts_after_a_wider_tree_are_those_without_one(
+    auto: Any, narrow: Rung
+) -> None:
+    """Catches: candidates of the largest tree that are left where a smaller one has
+    none. Its steps are every second one here; ids are right either way."""
+    ladder, prompt, steps = scheduler_of(auto).shape_policy.ladder, held_out(1)[0], [0]
+    rung = ladder.index(narrow)
+
+    def in_turn(batch: int, context: int) -> int:
+        steps[0] += 1
+        return rung if steps[0] % 2 else len(ladder) - 1
+
+    mixed = {
+        root: tokens
+        for root, tokens in drafts_of(auto, prompt, in_turn).items()
+        if len(tokens) == narrow.num_nodes
+    }
+    steady = drafts_of(auto, prompt, lambda batch, context: rung)
+    common = mixed.keys() & steady.keys()
+    assert len(common) >= 3
+    assert {root: mixed[root] for root in common} == {
+        root: steady[root] for root in common
+    }
+
+
 def test_nothing_is_drafted_beyond_the_context_limit(
     auto: Any, reference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
