@@ -9,17 +9,20 @@ the trace. A row: ``temperature``, ``nodes`` (N), ``depth`` (S), ``frontier`` (F
 ``accept_length``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.common import write_record
 from benchmarks.traces import parse_args, trace_trees
-from vllm_mtp.config import candidates
+from vllm_mtp.auto.acceptance import expected_nodes
+from vllm_mtp.auto.ladder import build_ladder
+from vllm_mtp.config import METHOD, candidates, parse_settings
 from vllm_mtp.trace.schema import Step
 
 TOPK, DEPTH = 3, 6
 SHAPE = (DEPTH, TOPK, candidates(DEPTH, TOPK, TOPK))
 NODES = (2, 3, 4, 5, 7, 8, 12, 15)
+TEXTS = [p / 500 for p in range(50, 490)]
 
 
 def draft(step: Step, depth: int, frontier: int) -> list[int]:
@@ -67,6 +70,28 @@ def measure(steps: Sequence[Step]) -> list[dict[str, Any]]:
                     }
                 )
     return rows
+
+
+def model_errors(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """How wrong ``auto/acceptance.py`` is about these rows, relatively.
+
+    From what one size of ``"shape": "auto"`` accepts it tells what every other does;
+    an error for each pair of sizes of three nodes and more, and each temperature.
+    """
+    found = {
+        (r["temperature"], r["nodes"], r["depth"], r["frontier"]): r["accept_length"]
+        for r in rows
+    }
+    ladder = build_ladder(parse_settings({"method": METHOD}).config.shape)
+    sizes = [rung for rung in ladder if rung.num_nodes >= 3]
+    told = {(r, p): 1 + expected_nodes(r, TOPK, p) for r in sizes for p in TEXTS}
+    errors: list[float] = []
+    for temperature in sorted({temperature for temperature, *_ in found}):
+        seen = {r: found[temperature, r.num_nodes, *r.levels] for r in sizes}
+        for source in sizes:
+            text = min(TEXTS, key=lambda p: abs(told[source, p] - seen[source]))
+            errors += [told[r, text] / seen[r] - 1 for r in sizes if r != source]
+    return errors
 
 
 def main() -> None:
