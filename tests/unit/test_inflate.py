@@ -223,8 +223,16 @@ def test_shapes_and_summary() -> None:
     assert tree.speculative["num_speculative_tokens"] == 7
     assert Shape.parse("chain:2").capture_sizes([1, 4]) == [1, 3, 4, 12]
     assert not Shape.parse("chain:2:probabilistic").serves(0.0)
-    with pytest.raises(ValueError, match="no configuration"):
-        Shape.parse("tree:3,4")
+    for name in (
+        "tree:3,4",
+        "chain:0",
+        "chain:-1",
+        "chain:x",
+        "chain:3:other",
+        "auto:x",
+    ):
+        with pytest.raises(ValueError, match="no configuration"):
+            Shape.parse(name)
     point = {"temperature": 0.0, "input_len": 1024, "batch": 1}
     rows = [
         point | {"shape": "off", "family": "off", "tok_s": 100.0, "accept_length": 1.0},

@@ -50,7 +50,8 @@ class Shape:
                 largest.frontier,
                 speculative,
             )
-        if family == "chain" and rest:
+        is_chain = family == "chain" and rest and rest[0].isdecimal()
+        if is_chain and int(rest[0]) > 0 and rest[1:] in ([], ["probabilistic"]):
             nodes = int(rest[0])
             speculative = {"method": "mtp", "num_speculative_tokens": nodes}
             if rest[1:]:
