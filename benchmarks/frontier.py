@@ -9,20 +9,17 @@ the trace. A row: ``temperature``, ``nodes`` (N), ``depth`` (S), ``frontier`` (F
 ``accept_length``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.common import write_record
-from benchmarks.traces import parse_args, trace_trees
-from vllm_mtp.auto.acceptance import expected_nodes
-from vllm_mtp.auto.ladder import build_ladder
-from vllm_mtp.config import METHOD, candidates, parse_settings
+from benchmarks.traces import accepted, parse_args, trace_trees
+from vllm_mtp.config import candidates
 from vllm_mtp.trace.schema import Step
 
 TOPK, DEPTH = 3, 6
 SHAPE = (DEPTH, TOPK, candidates(DEPTH, TOPK, TOPK))
 NODES = (2, 3, 4, 5, 7, 8, 12, 15)
-TEXTS = [p / 500 for p in range(50, 490)]
 
 
 def draft(step: Step, depth: int, frontier: int) -> list[int]:
@@ -42,12 +39,6 @@ def draft(step: Step, depth: int, frontier: int) -> list[int]:
     return sorted(found)
 
 
-def accepted(step: Step, kept: set[int]) -> int:
-    """Nodes of the accepted path up to the first that was not kept."""
-    path = [row in kept for row in step.path[1:]]
-    return [*path, False].index(False)
-
-
 def measure(steps: Sequence[Step]) -> list[dict[str, Any]]:
     """A row for each size that has so many candidates."""
     rows = []
@@ -60,7 +51,7 @@ def measure(steps: Sequence[Step]) -> list[dict[str, Any]]:
                 if not depth <= nodes <= candidates(depth, TOPK, frontier):
                     continue
                 pairs = zip(steps, drafted, strict=True)
-                total = sum(accepted(s, set(rows_[:nodes])) for s, rows_ in pairs)
+                total = sum(accepted(step, set(best[:nodes])) for step, best in pairs)
                 rows.append(
                     {
                         "nodes": nodes,
@@ -70,28 +61,6 @@ def measure(steps: Sequence[Step]) -> list[dict[str, Any]]:
                     }
                 )
     return rows
-
-
-def model_errors(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """How wrong ``auto/acceptance.py`` is about these rows, relatively.
-
-    From what one size of ``"shape": "auto"`` accepts it tells what every other does;
-    an error for each pair of sizes of three nodes and more, and each temperature.
-    """
-    found = {
-        (r["temperature"], r["nodes"], r["depth"], r["frontier"]): r["accept_length"]
-        for r in rows
-    }
-    ladder = build_ladder(parse_settings({"method": METHOD}).config.shape)
-    sizes = [rung for rung in ladder if rung.num_nodes >= 3]
-    told = {(r, p): 1 + expected_nodes(r, TOPK, p) for r in sizes for p in TEXTS}
-    errors: list[float] = []
-    for temperature in sorted({temperature for temperature, *_ in found}):
-        seen = {r: found[temperature, r.num_nodes, *r.levels] for r in sizes}
-        for source in sizes:
-            text = min(TEXTS, key=lambda p: abs(told[source, p] - seen[source]))
-            errors += [told[r, text] / seen[r] - 1 for r in sizes if r != source]
-    return errors
 
 
 def main() -> None:

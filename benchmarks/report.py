@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.frontier import model_errors
+from benchmarks.text_model import by_size, model_errors
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -380,10 +380,7 @@ FRONTIER_SIZES = ((3, 3), (4, 4), (5, 3), (5, 5), (7, 4), (7, 6), (12, 6), (15, 
 
 def frontier_table(record: Record) -> str:
     """Accept length by size and frontier."""
-    found = {
-        (r["temperature"], r["nodes"], r["depth"], r["frontier"]): r["accept_length"]
-        for r in record["rows"]
-    }
+    found = by_size(record["rows"])
     widest = sorted({frontier for *_, frontier in found})
     errors = model_errors(record["rows"])
     mean = math.sqrt(sum(e * e for e in errors) / len(errors))

@@ -2,7 +2,7 @@
 
 import argparse
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 import torch
@@ -20,6 +20,14 @@ def parse_args(doc: str) -> tuple[Path, list[float]]:
     parser.add_argument("--temperatures", default="0,1.0")
     args = parser.parse_args()
     return args.out, [float(text) for text in args.temperatures.split(",")]
+
+
+def accepted(step: Step, kept: Container[int]) -> int:
+    """Nodes that the trace accepted of a tree with these of its rows.
+
+    ``kept`` has the parents of what it has, as the best rows always do.
+    """
+    return sum(row in kept for row in step.path[1:])
 
 
 def trace_trees(shape: tuple[int, int, int], temperature: float) -> Sequence[Step]:
