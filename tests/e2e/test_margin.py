@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 TEXT = [349, 1189, 1189, 1444, 488, 200, 200, 760, 1154, 1154, 1154, 23, 1852, 289]
 EITHER = (200, 1887)
 """What comes next with the seed below, according to how the model rounds before it;
-probably a router's tie. Each is 1.4 or more ahead where it comes."""
+probably a router's tie. Each is far beyond the tolerance ahead where it comes."""
 
 SEED = 78450728
 LONG_TEXT = 3 * TEXT
