@@ -18,6 +18,8 @@ from vllm_mtp.features import FEATURES, ServedBy
 if TYPE_CHECKING:
     import torch
 
+    from vllm_mtp.auto.ladder import Rung
+
 EXIT_REFUSED = 1
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
@@ -219,7 +221,7 @@ def build_report(
             "speculative_num_draft_tokens": shape.num_rows,
         },
         "translated": settings.translated,
-        "sizes": _list_sizes(settings),
+        "sizes": [rung.to_list() for rung in _list_rungs(settings)],
         "tree": {
             "depth": shape.num_steps,
             "branching": shape.topk,
@@ -248,14 +250,14 @@ def build_report(
     }
 
 
-def _list_sizes(settings: ParsedSettings) -> list[list[int]]:
-    """Every size that ``"shape": "auto"`` chooses from (``Rung.to_list``)."""
-    from vllm_mtp.auto.ladder import build_ladder
+def _list_rungs(settings: ParsedSettings) -> "tuple[Rung, ...]":
+    """Every size that ``"shape": "auto"`` chooses from, or the one there is."""
+    from vllm_mtp.auto.ladder import build_ladder, rung_of
 
-    shape = settings.config.shape
-    if not settings.config.auto:
-        return [[shape.num_nodes, shape.num_steps]]
-    return [rung.to_list() for rung in build_ladder(shape, settings.config.share_nodes)]
+    config = settings.config
+    if not config.auto:
+        return (rung_of(config.shape),)
+    return build_ladder(config.shape, config.share_nodes)
 
 
 def list_buffers(
@@ -265,16 +267,13 @@ def list_buffers(
     import torch
 
     from vllm_mtp.attention.state import build_attn_state
-    from vllm_mtp.auto.ladder import build_ladder, rung_of
     from vllm_mtp.buffers import build_tree_buffers
 
     device = torch.device("meta")
     tree = build_tree_buffers(
         settings.config.shape, max_num_seqs, max_num_batched_tokens, device
     )
-    config = settings.config
-    rungs = build_ladder(config.shape) if config.auto else (rung_of(config.shape),)
-    frontiers = sorted({rung.frontier for rung in rungs})
+    frontiers = sorted({rung.frontier for rung in _list_rungs(settings)})
     attention = build_attn_state(tree, max_num_seqs, device, frontiers)
     found = [
         (field.name, getattr(owner, field.name))
