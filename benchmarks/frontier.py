@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.common import write_record
-from benchmarks.traces import accepted, parse_args, trace_trees
+from benchmarks.traces import count_accepted, parse_args, trace_trees
 from vllm_mtp.config import candidates
 from vllm_mtp.trace.schema import Step
 
@@ -51,7 +51,7 @@ def measure(steps: Sequence[Step]) -> list[dict[str, Any]]:
                 if not depth <= nodes <= candidates(depth, TOPK, frontier):
                     continue
                 pairs = zip(steps, drafted, strict=True)
-                total = sum(accepted(step, set(best[:nodes])) for step, best in pairs)
+                total = sum(count_accepted(s, set(best[:nodes])) for s, best in pairs)
                 rows.append(
                     {
                         "nodes": nodes,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.common import write_record
-from benchmarks.traces import accepted, parse_args, trace_trees
+from benchmarks.traces import count_accepted, parse_args, trace_trees
 from vllm_mtp.trace.schema import Step
 
 SHAPE = (6, 3, 15)
@@ -22,6 +22,11 @@ BATCHES = (8, 32, 128)
 NODES = (1, 2, 3, 5, 7)
 TREES = 16384
 """Trees drawn for each row of the table."""
+
+
+def accepted(step: Step, kept: int) -> int:
+    """Nodes of the accepted path that lie among the first ``kept``."""
+    return count_accepted(step, range(1, kept + 1))
 
 
 def share(batch: Sequence[Step], budget: int) -> list[int]:
@@ -45,9 +50,9 @@ def compare(steps: Sequence[Step], batch: int, nodes: int) -> dict[str, Any]:
     rounds = TREES // batch
     for _ in range(rounds):
         drawn = [rng.choice(steps) for _ in range(batch)]
-        equal += sum(accepted(step, range(1, nodes + 1)) for step in drawn)
-        for step, kept in zip(drawn, share(drawn, batch * nodes), strict=True):
-            shared += accepted(step, range(1, kept + 1))
+        equal += sum(accepted(step, nodes) for step in drawn)
+        kept = share(drawn, batch * nodes)
+        shared += sum(map(accepted, drawn, kept))
     count = rounds * batch
     return {
         "batch": batch,

@@ -22,7 +22,7 @@ def parse_args(doc: str) -> tuple[Path, list[float]]:
     return args.out, [float(text) for text in args.temperatures.split(",")]
 
 
-def accepted(step: Step, kept: Container[int]) -> int:
+def count_accepted(step: Step, kept: Container[int]) -> int:
     """Nodes that the trace accepted of a tree with these of its rows.
 
     ``kept`` has the parents of what it has, as the best rows always do.
