@@ -12,6 +12,7 @@ with other batches and inputs.
 
 import argparse
 import gc
+import itertools
 import json
 import tempfile
 import time
@@ -50,8 +51,12 @@ BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 SETTLE = 96
 """Steps of a load that ``auto`` serves before it is measured: a few seconds."""
 
-ROUNDS = {1: 6, 2: 4, 4: 4, 8: 3, 16: 2, 32: 2, 64: 2}
-"""Batches of other prompts that are run one after the other; elsewhere one."""
+ROUNDS = {1: 32, 2: 20, 4: 12, 8: 8, 16: 5, 32: 3, 64: 2}
+"""Batches of other prompts that are run one after the other; elsewhere one. Accept
+lengths of few trees say little."""
+
+OFF_ROUNDS = 2
+"""The same without speculation, where every step of a batch takes as long."""
 
 MAX_PROMPTS = 128
 """Different prompts; their KV fills most of the memory at 8k. Larger batches serve each
@@ -197,15 +202,19 @@ class Bench:
             # The first replays and draws of a size are slower.
             warm_up = 3 * speculation.num_steps + 4
             rounds = ROUNDS.get(batch, 1)
+            if speculation.family == "off":
+                rounds = min(rounds, OFF_ROUNDS)
             cycle = prompts * -(-batch // len(prompts))
             decode(llm, cycle[:batch], temperature, warm_up)
+            # It shall have seen the load whose steady state is measured.
             settled = SETTLE if speculation.is_auto else 0
-            while settled > 0:
-                # It shall have seen the load whose steady state is measured.
-                seen = decode_rounds(
-                    llm, cycle, batch, rounds, temperature, args.tokens
-                )
-                settled -= seen.steps
+            for index in itertools.count():
+                if settled <= 0:
+                    break
+                start = index % rounds * batch
+                part = cycle[start : start + batch]
+                seen = decode(llm, part, temperature, args.tokens)
+                settled -= max(seen.steps, 1)
             choices = ChoiceWatch(llm) if speculation.is_auto else None
             window = decode_rounds(
                 llm, cycle, batch, rounds, temperature, args.tokens, choices
@@ -213,7 +222,7 @@ class Bench:
             rows.append(self.row(speculation, temperature, length, batch, window))
             if choices is not None:
                 rows[-1]["chose"] = choices.most_used()
-            print(*(f"{k}={v}" for k, v in rows[-1].items()), flush=True)
+            print(f"{self.elapsed:.0f} s", _as_words(rows[-1]), flush=True)
         return rows
 
     def row(
@@ -240,7 +249,8 @@ class Bench:
         if speculation.family == "off":
             self.reference[key] = window.ids
         elif key in self.reference:
-            row["same_as_off"] = round(same_share(window.ids, self.reference[key]), 3)
+            known = self.reference[key]
+            row["same_as_off"] = round(same_share(window.ids[: len(known)], known), 3)
         return row
 
     def profile(self, llm: Any, speculation: Shape, prompts: list[list[int]]) -> None:
@@ -289,6 +299,10 @@ class Bench:
             gc.collect()
             longest = max(longest, self.elapsed - before)
         return failed
+
+
+def _as_words(row: Row) -> str:
+    return " ".join(f"{key}={value}" for key, value in row.items())
 
 
 def main() -> None:
