@@ -48,14 +48,14 @@ SHAPES = (
 )
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
-SETTLE = 96
-"""Steps of a load that ``auto`` serves before it is measured: a few seconds."""
+SETTLE = 3.0
+"""Seconds of a load that ``auto`` serves before it is measured."""
 
 ROUNDS = {1: 32, 2: 20, 4: 12, 8: 8, 16: 5, 32: 3, 64: 2}
 """Batches of other prompts that are run one after the other; elsewhere one. Accept
 lengths of few trees say little."""
 
-OFF_ROUNDS = 2
+OFF_ROUNDS = 1
 """The same without speculation, where every step of a batch takes as long."""
 
 MAX_PROMPTS = 128
@@ -207,14 +207,13 @@ class Bench:
             cycle = prompts * -(-batch // len(prompts))
             decode(llm, cycle[:batch], temperature, warm_up)
             # It shall have seen the load whose steady state is measured.
-            settled = SETTLE if speculation.is_auto else 0
+            end = time.perf_counter() + (SETTLE if speculation.is_auto else 0)
             for index in itertools.count():
-                if settled <= 0:
+                if time.perf_counter() >= end:
                     break
                 start = index % rounds * batch
                 part = cycle[start : start + batch]
-                seen = decode(llm, part, temperature, args.tokens)
-                settled -= max(seen.steps, 1)
+                decode(llm, part, temperature, args.tokens)
             choices = ChoiceWatch(llm) if speculation.is_auto else None
             window = decode_rounds(
                 llm, cycle, batch, rounds, temperature, args.tokens, choices

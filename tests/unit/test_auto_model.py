@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 
+import numpy as np
 import pytest
 
 from vllm_mtp.auto.acceptance import AcceptanceModel, expected_nodes, tree_nodes
@@ -374,6 +375,36 @@ def test_measured_costs_hold_for_rungs_not_seen() -> None:
     assert costs.predict(5, 8, 1024) == wanted
     costs.observe(1, 64, 1024, 10.0)
     assert costs.weights[1] > 30
+
+
+@pytest.mark.parametrize("first", [0.8, 1.1, 1.3])
+def test_first_steps_of_a_batch_say_nothing_about_a_rung(first: float) -> None:
+    """Catches: all sizes taken to be slower and the running one to be faster, a little
+    more at each change of the batch, until nothing else could win."""
+    costs = CostModel(default_table(LADDER), len(LADDER), is_measured=True)
+    rung = len(LADDER) - 1
+    for _ in range(200):
+        for batch in (8, 5, 3, 2, 1):
+            usual = costs.table.predict(rung, batch, 1024)
+            for times in (first, 1.0, 1.0, 1.0, 1.0, 1.0):
+                costs.observe(rung, batch, 1024, times * usual)
+    assert costs.ratios[rung] == pytest.approx(1, abs=0.02)
+    assert costs.common == pytest.approx(1, abs=0.05)
+
+
+def test_costs_are_sound_after_many_steps() -> None:
+    """The covariance is that of something, and what is seen is still believed."""
+    costs, rng = CostModel(default_table(LADDER), len(LADDER), True), random.Random(0)
+    for _ in range(50_000):
+        rung, batch = rng.randrange(len(LADDER)), rng.choice((1, 7, 8, 200))
+        usual = costs.table.predict(rung, batch, 1024)
+        costs.observe(rung, batch, 1024, usual * rng.lognormvariate(0, 0.1))
+    assert np.allclose(costs.covariance, costs.covariance.T, atol=1e-12)
+    assert np.linalg.eigvalsh(costs.covariance).min() > 0
+    for _ in range(100):
+        costs.observe(1, 8, 1024, 1.2 * costs.table.predict(1, 8, 1024))
+    wanted = 1.2 * costs.table.predict(1, 8, 1024)
+    assert costs.predict(1, 8, 1024) == pytest.approx(wanted, rel=0.03)
 
 
 def test_one_slow_step_counts_for_little() -> None:

@@ -8,13 +8,51 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from vllm_mtp.auto.ladder import Rung
 
 VERSION = 4
 """Of the cache file."""
 
-COMMON_MEMORY, MEMORY = 8.0, 32.0
-"""Steps that the corrections remember, that of all rungs and that of each."""
+MEMORY = 32.0
+"""Steps of a rung that are counted."""
+
+
+@dataclass(frozen=True)
+class Trust:
+    """How far a table is right; logarithms, as standard deviations."""
+
+    ratio: float
+    """One rung against the others."""
+
+    common: float
+    """All rungs alike, at first."""
+
+    moved: float
+    """What a batch of e times the size, or an e-th of it, adds to that."""
+
+    away: float
+    """What that takes from a ratio, which was seen elsewhere."""
+
+
+MEASURED = Trust(ratio=0.04, common=0.3, moved=0.2, away=0.3)
+TYPICAL = Trust(ratio=0.3, common=2.0, moved=0.5, away=1.0)
+
+MOVED = 0.4
+"""Such a change of the batch's logarithm that typical costs count as unknown again."""
+
+COMMON_DRIFT = 0.01
+"""How far all rungs' costs change from one step to the next."""
+
+STEP_NOISE = 0.05
+"""How much steps that should take as long differ."""
+
+OUTLIER = 2.5
+"""Standard deviations that one step counts for at most."""
+
+KEEP = 0.9998
+"""Of a ratio at each step."""
 
 
 class CostCacheError(ValueError):
@@ -160,61 +198,70 @@ def default_table(ladder: Sequence[Rung]) -> CostTable:
 class CostModel:
     """The table and what serving has shown to be wrong with it.
 
-    What is wrong with all rungs alike (``common``) follows the last steps; it changes
-    with the batch and the context and says nothing about which rung to take. What is
-    wrong with one rung against the others (``ratios``) is kept for longer.
+    What is wrong with all rungs alike (``common``) changes with the batch and the
+    context and says nothing about which rung to take. What is wrong with one rung
+    against the others (``ratios``) stays. One rung alone cannot tell the two apart, so
+    a Kalman filter of their logarithms keeps how far each is known.
     """
 
     def __init__(self, table: CostTable, num_rungs: int, is_measured: bool) -> None:
         self.table, self.is_measured = table, is_measured
-        self.common, self.common_weight = 1.0, 0.0
-        # By rung, and how many steps stand behind it.
-        self.ratios = [1.0] * num_rungs
+        self.trust = trust = MEASURED if is_measured else TYPICAL
+        # Logarithms of common, then of the ratios, and their covariance.
+        self.state = np.zeros(1 + num_rungs)
+        self.covariance = np.diag([trust.common**2] + [trust.ratio**2] * num_rungs)
+        # Steps timed lately, by rung.
         self.weights = [0.0] * num_rungs
-        # Steps that the table itself is worth.
-        self.prior = 2.0 if is_measured else 1.0
         self.batch = 0
+
+    @property
+    def common(self) -> float:
+        """Factor on all rungs."""
+        return math.exp(self.state[0])
+
+    @property
+    def ratios(self) -> list[float]:
+        """Factor on each rung."""
+        return [math.exp(value) for value in self.state[1:]]
 
     def predict(self, rung: int, batch: int, context: int) -> float:
         """Milliseconds of a step in which nothing but decoding happens."""
         base = self.table.predict(rung, batch, context)
-        return base * self.common * self._ratio(rung)
-
-    def _ratio(self, rung: int) -> float:
-        """Of a rung that was not timed lately, that of those that were.
-
-        Else the error that these share would count against it, and it would never be
-        timed. Measured costs are right about it as they are.
-        """
-        known, total = min(self.weights[rung], 1.0), sum(self.weights)
-        if self.is_measured or known == 1 or total == 0:
-            return self.ratios[rung]
-        pairs = zip(self.weights, self.ratios, strict=True)
-        mean = math.exp(sum(w * math.log(ratio) for w, ratio in pairs) / total)
-        return math.pow(self.ratios[rung], known) * math.pow(mean, 1 - known)
+        return base * math.exp(self.state[0] + self.state[1 + rung])
 
     def observe(self, rung: int, batch: int, context: int, ms: float) -> None:
         """Take in the time of one step; one that no clock should give is left out."""
         if not 0 < ms < math.inf:
             return
-        off_by = ms / self.predict(rung, batch, context)
-        if not 0.67 < batch / max(self.batch, 1) < 1.5:
-            self.batch, self.common_weight = batch, min(self.common_weight, 1.0)
-            if not self.is_measured:
-                # Typical costs are wrong in another way at another batch.
-                self.weights = [min(weight, 1.0) for weight in self.weights]
-        if min(self.common_weight, self.weights[rung]) >= COMMON_MEMORY / 2:
-            # One slow step (a pause, another program) must not count for many.
-            off_by = min(max(off_by, 0.7), 1.5)
-        # Which of the two is wrong? The one that is known less.
-        doubt = 4 / (self.common_weight + 1) ** 2, 1 / (self.weights[rung] + 2)
-        share = doubt[0] / (doubt[0] + doubt[1])
-        self.common *= off_by ** (share / (self.common_weight + 1))
-        weight = self.weights[rung] + self.prior
-        self.ratios[rung] = self._ratio(rung) * off_by ** ((1 - share) / weight)
-        self.common_weight = min(self.common_weight + 1, COMMON_MEMORY)
+        self._grow_old(batch)
+        covariance = self.covariance
+        seen = covariance[0] + covariance[1 + rung]
+        variance = float(seen[0] + seen[1 + rung]) + STEP_NOISE**2
+        off_by = math.log(ms / self.predict(rung, batch, context))
+        # One slow step (a pause, another program) must not count for many.
+        limit = OUTLIER * math.sqrt(variance)
+        off_by = min(max(off_by, -limit), limit)
+        gain = seen / variance
+        self.state += gain * off_by
+        covariance -= np.outer(gain, seen)
         self.weights[rung] = min(self.weights[rung] + 1, MEMORY)
         for other in range(len(self.weights)):
             if other != rung:
                 # Forgets slowly: batch and context move on.
                 self.weights[other] *= 0.9995
+
+    def _grow_old(self, batch: int) -> None:
+        """Trust what is known less, and the table more, in the next step."""
+        moved = abs(math.log(batch / self.batch)) if self.batch else 0.0
+        self.batch = batch
+        if not self.is_measured and moved > MOVED:
+            self.weights = [min(weight, 1.0) for weight in self.weights]
+        moved = min(moved, 1.0)
+        trust, covariance = self.trust, self.covariance
+        keep = KEEP * math.exp(-trust.away * moved)
+        self.state[1:] *= keep
+        covariance[1:, :] *= keep
+        covariance[:, 1:] *= keep
+        variances = np.einsum("ii->i", covariance)
+        variances[1:] += (1 - keep**2) * trust.ratio**2
+        variances[0] += COMMON_DRIFT**2 + (trust.moved * moved) ** 2
