@@ -6,8 +6,8 @@ The model is the inflated one (``benchmarks.inflate``): DeepSeek-V3's cost, the 
 tiny model's acceptance. One engine for each of ``--shapes`` serves all batch sizes,
 input lengths and temperatures. Prompts are held-out text and lie in the prefix cache;
 only steps in which the whole batch decodes are timed. The file is written after every
-engine; measurements already in it are kept, so a table can be filled in several runs,
-with other batches and inputs.
+input length; measurements already in it are kept, so a table can be filled in several
+runs, with other batches and inputs.
 """
 
 import argparse
@@ -148,12 +148,15 @@ class Bench:
             started = time.perf_counter() - begin
             if self.args.prove and speculation.family == "off":
                 self.prove(proof.generate(llm))
-            for length in self.args.inputs:
-                rows = self.measure(llm, speculation, length)
-                self.measured = merge(self.measured, rows)
-                if self.on_gpu and length == min(self.args.inputs):
-                    for batch in self.args.profile:
-                        self.profile(llm, speculation, self.prompts[length][:batch])
+            # Greedy first, as it is what most of the tables are about.
+            for sampled, length in itertools.product((False, True), self.args.inputs):
+                rows = self.measure(llm, speculation, length, sampled)
+                if rows:
+                    self.measured = merge(self.measured, rows)
+                    self.write()
+            for batch in self.args.profile if self.on_gpu else ():
+                prompts = self.prompts[min(self.args.inputs)]
+                self.profile(llm, speculation, prompts[:batch])
             # Dropped here, or the next engine would find the memory taken.
             del llm
         total = time.perf_counter() - begin
@@ -178,15 +181,18 @@ class Bench:
         )
         print(format_table(summary), flush=True)
 
-    def measure(self, llm: Any, speculation: Shape, length: int) -> list[Row]:
-        """Rows of one input length."""
+    def measure(
+        self, llm: Any, speculation: Shape, length: int, sampled: bool
+    ) -> list[Row]:
+        """Rows of one input length, sampled or greedy."""
         args = self.args
         prompts = self.prompts[length]
         points = [
             (temperature, batch)
             for temperature in args.temperatures
-            if speculation.serves(temperature)
-            and (temperature == 0 or length in args.sampled_inputs)
+            if (temperature > 0) == sampled
+            and speculation.serves(temperature)
+            and (not sampled or length in args.sampled_inputs)
             for batch in (args.sampled_batches if temperature else args.batches)
         ]
         if not points:
