@@ -71,10 +71,14 @@ def times(ratio: float) -> str:
 def provenance(name: str, record: Record) -> str:
     """Where the numbers come from, in a line."""
     versions = ", ".join(f"{k} {v}" for k, v in record["versions"].items() if v)
-    return (
-        f"[`{name}.json`](../benchmarks/results/{name}.json): "
-        f"{record['gpu'] or 'CPU'}, commit `{record['commit'][:9]}`, {versions}."
+    others = "".join(
+        f" Of commit `{other['commit']}`: T = {other['temperature']:g}, input "
+        f"{other['input_len']}, {', '.join(f'`{s}`' for s in other['shapes'])}."
+        for other in record.get("others", ())
     )
+    where = f"{record['gpu'] or 'CPU'}, commit `{record['commit'][:9]}`"
+    file = f"[`{name}.json`](../benchmarks/results/{name}.json)"
+    return f"{file}: {where}, {versions}.{others}"
 
 
 def section(name: str, make: Callable[[Record], str]) -> str:

@@ -8,10 +8,12 @@ import contextlib
 import functools
 import itertools
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from vllm_mtp import cpu
 from vllm_mtp.config import METHOD, SETTINGS_KEY, MTPConfig, SettingsError
 from vllm_mtp.config import parse_settings as _parse_settings
 from vllm_mtp.metrics.counts import PassNote
@@ -171,10 +173,17 @@ def _accept(
             f"mtp_tree: the platform {current_platform.device_name!r} is not "
             "supported; it runs on CUDA GPUs, and on CPUs for tests."
         )
+    on_cpu = current_platform.is_cpu()
+    if on_cpu and not cpu.is_requested():
+        found = os.environ.get("TRITON_INTERPRET", "not set")
+        raise SettingsError(
+            f"mtp_tree: TRITON_INTERPRET is {found}, and on a CPU the kernels run in "
+            "Triton's interpreter only (for tests; it is slow). Set TRITON_INTERPRET=1 "
+            "before Python starts."
+        )
     if parsed.config.auto:
         _prepare_auto(engine_args, parsed.config)
-    cpu = current_platform.is_cpu()
-    parallel_config.worker_cls = CPU_WORKER if cpu else GPU_WORKER
+    parallel_config.worker_cls = CPU_WORKER if on_cpu else GPU_WORKER
     if engine_args.scheduler_cls is None:
         engine_args.scheduler_cls = SCHEDULER
     elif engine_args.scheduler_cls != SCHEDULER:

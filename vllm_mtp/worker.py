@@ -14,8 +14,8 @@ def require_v2(worker: Any) -> None:
     if not worker.use_v2_model_runner:
         raise SettingsError(
             "mtp_tree: vLLM chose its V1 model runner, which has no seam for it. Unset "
-            "VLLM_USE_V2_MODEL_RUNNER, remove the feature that vLLM's log names as "
-            "unsupported by V2, and on a CPU set TRITON_INTERPRET=1."
+            "VLLM_USE_V2_MODEL_RUNNER, and remove the feature that vLLM's log names as "
+            "unsupported by V2."
         )
 
 

@@ -13,7 +13,6 @@ step.
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -22,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-import vllm
 
+from benchmarks.common import write_record
 from vllm_mtp.buffers import build_tree_buffers
 from vllm_mtp.config import TreeShape
 from vllm_mtp.kernels.kv_commit import build_kv_table, commit_kv, commit_rows
@@ -254,43 +252,15 @@ def run_tests() -> None:
         sys.exit(f"bench_bookkeeping: {', '.join(failed)} failed, so no numbers")
 
 
-def find_commit() -> str:
-    """The commit of the working tree, or "unknown" outside of a repository."""
-    command = ["git", "rev-parse", "HEAD"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
-
-
-def find_versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
-    return {
-        "python": sys.version.split()[0],
-        "cuda": str(torch.version.cuda),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "vllm": vllm.__version__,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="time the tree bookkeeping kernels")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16, 32, 64])
-    parser.add_argument("--commit", help="commit measured, if this is no repository")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench_bookkeeping: needs a CUDA GPU")
     run_tests()
-    command = ["python", "-m", "benchmarks.kernels.bench_bookkeeping", *sys.argv[1:]]
-    result = {
-        "command": " ".join(command),
-        "commit": args.commit or find_commit(),
-        "versions": find_versions(),
-        "gpu": torch.cuda.get_device_name(),
-        "rows": measure(args.batches),
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_record(args.out, measure(args.batches))
 
 
 if __name__ == "__main__":

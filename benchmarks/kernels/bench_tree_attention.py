@@ -15,22 +15,22 @@ that L2 does not hold the KV; graphs are replayed in turn and the medians report
 Schedules are made outside the graphs, as vLLM does. Kernel tests run first, and every
 row checks that the contestants agree.
 
-    python benchmarks/kernels/bench_tree_attention.py --output attention_h200.json
+    python -m benchmarks.kernels.bench_tree_attention --out benchmarks/results/...json
 """
 
 import argparse
-import json
-import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from benchmarks.common import write_record
 
 PAGE, LATENT, ROPE = 64, 512, 64
 SCALE = 192**-0.5
@@ -291,43 +291,10 @@ def grid(quick: bool) -> list[tuple[int, int, int, list[int]]]:
     return [(n, c, 128, [1, 8]) for n in (1, 16) for c in contexts] + small
 
 
-def installed(name: str) -> str | None:
-    """Version of a distribution; None: not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def git_commit() -> str:
-    """The commit being measured; ``COMMIT`` where there is no repository."""
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return os.environ.get("COMMIT") or found.stdout.strip() or "unknown"
-
-
-def write_record(path: str, table: list[dict[str, Any]]) -> None:
-    """Write what was measured so far, with where it comes from."""
-    names = ("torch", "triton", "vllm", "vllm-mtp")
-    record = {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": git_commit(),
-        "versions": {name: installed(name) for name in names},
-        "gpu": torch.cuda.get_device_name(),
-        "rows": table,
-    }
-    with open(path, "w") as file:
-        json.dump(record, file, indent=1)
-
-
 def main() -> None:
     """Test, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", default="attention.json")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--quick", action="store_true", help="a third of the table")
     args = parser.parse_args()
     tests = subprocess.run(
@@ -347,7 +314,7 @@ def main() -> None:
             print(" ".join(f"{k}={v}" for k, v in row.items()), flush=True)
         del caches, b
         torch.cuda.empty_cache()
-        write_record(args.output, table)
+        write_record(args.out, table)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """From all measurements to one row per temperature, batch and input length.
 
-python -m benchmarks.serving.report OUT PART...   # parts measured side by side
+python -m benchmarks.serving.report OUT PART...   # records, the newest last
 python -m benchmarks.serving.report OUT --loads benchmarks/results/load_h200.json
 """
 
@@ -143,17 +143,43 @@ def format_table(summary: Sequence[Row]) -> str:
 
 
 def join(records: Sequence[Row]) -> Row:
-    """One record of several: the first one's provenance, everybody's measurements."""
-    joined = dict(records[0])
+    """One record of several, the newest last: its provenance, everybody's measurements.
+
+    ``others`` says which measurements are of another commit.
+    """
+    joined = dict(records[-1])
     commands = dict.fromkeys(record["command"] for record in records)
     joined["command"] = " && ".join(commands)
     for name in ("engines", "profile"):
         joined[name] = {k: v for record in records for k, v in record[name].items()}
     joined["proof"] = next((r["proof"] for r in records if r["proof"]), None)
-    joined["measured"] = merge([], [m for r in records for m in r["measured"]])
+    measured = []
+    for record in records:
+        was = (
+            {} if record["commit"] == joined["commit"] else {"commit": record["commit"]}
+        )
+        measured += [{**was, **row} for row in record["measured"]]
+    joined["measured"] = merge([], measured)
+    joined["others"] = _others(joined["measured"])
     # Last, as in every record.
     del joined["rows"]
     return {**joined, "rows": summarize(joined["measured"])}
+
+
+def _others(measured: Sequence[Row]) -> list[Row]:
+    """By commit, which points are not of the record's own."""
+    found: dict[tuple[Any, ...], list[str]] = {}
+    for row in measured:
+        if "commit" in row:
+            key = row["commit"], row["temperature"], row["input_len"]
+            shapes = found.setdefault(key, [])
+            if row["shape"] not in shapes:
+                shapes.append(row["shape"])
+    names = ("commit", "temperature", "input_len")
+    return [
+        {**dict(zip(names, key, strict=True)), "shapes": shapes}
+        for key, shapes in sorted(found.items())
+    ]
 
 
 def main() -> None:
@@ -165,13 +191,15 @@ def main() -> None:
     args = parser.parse_args()
     paths = args.parts or [args.out]
     record = join([json.loads(path.read_text()) for path in paths])
+    record = {key: value for key, value in record.items() if key != "others" or value}
     if args.parts:
         args.out.write_text(json.dumps(record, indent=1) + "\n")
     print(format_table(record["rows"]))
     if args.loads:
         rows = compare_loads(record["measured"])
         sampled = compare_loads(record["measured"], sampled=True)
-        loads = {key: record[key] for key in ("command", "commit", "versions", "gpu")}
+        names = ("command", "commit", "versions", "gpu", "others")
+        loads = {key: record[key] for key in names if key in record}
         loads |= {
             "sampled_geometric_means": mean_ratios(sampled),
             "sampled": sampled,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import GPUS
 from tests.helpers.engine import CPU_SETTINGS, MODEL
 from vllm_mtp import compat
 from vllm_mtp.config import SettingsError
@@ -94,6 +95,21 @@ def test_an_unsupported_vllm_is_refused_only_when_asked_for(
     monkeypatch.setattr(compat, "vllm_version", lambda: found)
     configure({"method": "mtp", "num_speculative_tokens": 2})
     with pytest.raises(SettingsError, match=r"works with vLLM 0\.32\.x and 0\.33\.x"):
+        configure({"method": "mtp_tree"})
+
+
+@pytest.mark.skipif(GPUS > 0, reason="kernels are compiled where there is a GPU")
+@pytest.mark.parametrize("value", [None, "0"])
+def test_a_cpu_whose_kernels_are_not_interpreted(
+    value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: an AttributeError from inside a kernel's module."""
+    monkeypatch.delenv("TRITON_INTERPRET")
+    if value is not None:
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+    configure({"method": "mtp", "num_speculative_tokens": 2})
+    words = f"TRITON_INTERPRET is {value or 'not set'}.* Set TRITON_INTERPRET=1"
+    with pytest.raises(SettingsError, match=words):
         configure({"method": "mtp_tree"})
 
 
