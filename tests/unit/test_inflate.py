@@ -12,7 +12,13 @@ from torch.nn.functional import linear, rms_norm, silu
 from benchmarks.inflate import TINY, Inflation, Inflator, Space
 from benchmarks.serving.cost import count_bytes
 from benchmarks.serving.prompts import cut_windows
-from benchmarks.serving.report import compare_loads, mean_ratios, merge, summarize
+from benchmarks.serving.report import (
+    compare_loads,
+    join,
+    mean_ratios,
+    merge,
+    summarize,
+)
 from benchmarks.serving.setup import CPU_SHAPE
 from vllm_mtp.tuning.shapes import Shape
 
@@ -334,3 +340,39 @@ def test_vllm_gives_the_same_ids_logprobs_and_accepted_drafts(tmp_path: Path) ->
     tiny, inflated = found
     assert inflated[:2] == tiny[:2]
     assert inflated[2] == pytest.approx(tiny[2], abs=1e-4)
+
+
+def test_rows_of_another_commit_are_named() -> None:
+    """The newest record's provenance must not cover what others measured."""
+
+    def record(commit: str, *rows: dict[str, object]) -> dict[str, object]:
+        return {
+            "command": f"run {commit}",
+            "commit": commit,
+            "engines": {},
+            "profile": {},
+            "proof": None,
+            "measured": list(rows),
+            "rows": [],
+        }
+
+    def row(shape: str, batch: int, tok_s: float) -> dict[str, object]:
+        known = {"family": shape.split(":")[0], "accept_length": 1.0}
+        return {
+            "shape": shape,
+            "temperature": 0.0,
+            "input_len": 64,
+            "batch": batch,
+            "tok_s": tok_s,
+            **known,
+        }
+
+    old = record("old", row("off", 1, 5.0), row("off", 8, 40.0))
+    new = record("new", row("off", 1, 6.0), row("chain:1", 1, 9.0))
+    joined = join([old, new])
+    assert joined["commit"] == "new"
+    assert joined["command"] == "run old && run new"
+    named = {"commit": "old", "temperature": 0.0, "input_len": 64, "shapes": ["off"]}
+    assert joined["others"] == [named]
+    assert [r["off_tok_s"] for r in joined["rows"]] == [6.0, 40.0]
+    assert join([new])["others"] == []
