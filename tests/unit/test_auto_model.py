@@ -392,6 +392,40 @@ def test_first_steps_of_a_batch_say_nothing_about_a_rung(first: float) -> None:
     assert costs.common == pytest.approx(1, abs=0.05)
 
 
+def in_turn(costs: CostModel, dear: int, steps: int, batch: int = 8) -> None:
+    """Two rungs used in turn, of which ``dear`` takes 8 % more than the table says."""
+    for step in range(steps):
+        rung, times = ((3, 1.0), (dear, 1.08))[step // 4 % 2]
+        costs.observe(rung, batch, 1024, times * costs.table.predict(rung, batch, 1024))
+
+
+def test_what_a_size_costs_against_another_is_learned_within_looks() -> None:
+    costs = CostModel(default_table(LADDER), len(LADDER), is_measured=True)
+    in_turn(costs, dear=5, steps=24)
+    assert costs.ratios[5] / costs.ratios[3] == pytest.approx(1.08, abs=0.03)
+
+
+def test_what_was_learned_of_a_size_grows_old() -> None:
+    """Catches: a size shunned for ever for what it cost once."""
+    costs = CostModel(default_table(LADDER), len(LADDER), is_measured=True)
+    in_turn(costs, dear=5, steps=200)
+    learned = costs.ratios[5] - 1
+    for _ in range(10_000):
+        costs.observe(3, 8, 1024, costs.table.predict(3, 8, 1024))
+    assert 0 < costs.ratios[5] - 1 < 0.3 * learned
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_what_was_learned_of_a_size_counts_less_at_another_batch(
+    is_measured: bool,
+) -> None:
+    costs = CostModel(default_table(LADDER), len(LADDER), is_measured=is_measured)
+    in_turn(costs, dear=5, steps=200)
+    learned = costs.ratios[5] - 1
+    costs.observe(3, 64, 1024, costs.table.predict(3, 64, 1024) * costs.common)
+    assert 0 < costs.ratios[5] - 1 < (0.8 if is_measured else 0.5) * learned
+
+
 def test_costs_are_sound_after_many_steps() -> None:
     """The covariance is that of something, and what is seen is still believed."""
     costs, rng = CostModel(default_table(LADDER), len(LADDER), True), random.Random(0)
