@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_mtp.auto.ladder import Rung
+
+Vector = npt.NDArray[np.float64]
 
 VERSION = 4
 """Of the cache file."""
@@ -213,6 +216,8 @@ class CostModel:
         # Steps timed lately, by rung.
         self.weights = [0.0] * num_rungs
         self.batch = 0
+        # What a step keeps and adds while the batch stays as it is.
+        self.steady = self._ageing(0.0)
 
     @property
     def common(self) -> float:
@@ -235,7 +240,7 @@ class CostModel:
             return
         self._grow_old(batch)
         covariance = self.covariance
-        seen = covariance[0] + covariance[1 + rung]
+        seen: Vector = covariance[0] + covariance[1 + rung]
         variance = float(seen[0] + seen[1 + rung]) + STEP_NOISE**2
         off_by = math.log(ms / self.predict(rung, batch, context))
         # One slow step (a pause, another program) must not count for many.
@@ -243,7 +248,7 @@ class CostModel:
         off_by = min(max(off_by, -limit), limit)
         gain = seen / variance
         self.state += gain * off_by
-        covariance -= np.outer(gain, seen)
+        covariance -= gain[:, None] * seen
         self.weights[rung] = min(self.weights[rung] + 1, MEMORY)
         for other in range(len(self.weights)):
             if other != rung:
@@ -252,16 +257,29 @@ class CostModel:
 
     def _grow_old(self, batch: int) -> None:
         """Trust what is known less, and the table more, in the next step."""
-        moved = abs(math.log(batch / self.batch)) if self.batch else 0.0
-        self.batch = batch
-        if not self.is_measured and moved > MOVED:
-            self.weights = [min(weight, 1.0) for weight in self.weights]
-        moved = min(moved, 1.0)
-        trust, covariance = self.trust, self.covariance
-        keep = KEEP * math.exp(-trust.away * moved)
-        self.state[1:] *= keep
-        covariance[1:, :] *= keep
-        covariance[:, 1:] *= keep
-        variances = np.einsum("ii->i", covariance)
-        variances[1:] += (1 - keep**2) * trust.ratio**2
-        variances[0] += COMMON_DRIFT**2 + (trust.moved * moved) ** 2
+        ageing = self.steady
+        if batch != self.batch:
+            moved = abs(math.log(batch / self.batch)) if self.batch else 0.0
+            if not self.is_measured and moved > MOVED:
+                self.weights = [min(weight, 1.0) for weight in self.weights]
+            ageing = self._ageing(min(moved, 1.0))
+            self.batch = batch
+        keep, added = ageing
+        self.state *= keep
+        self.covariance *= keep
+        self.covariance *= keep[:, None]
+        self.covariance.ravel()[:: len(keep) + 1] += added
+
+    def _ageing(self, moved: float) -> tuple[Vector, Vector]:
+        """Factors of the state, and what its variances grow by.
+
+        Args:
+            moved: Change of the batch's logarithm, at most 1.
+        """
+        trust = self.trust
+        kept = KEEP * math.exp(-trust.away * moved)
+        keep = np.full_like(self.state, kept)
+        added = np.full_like(self.state, (1 - kept**2) * trust.ratio**2)
+        keep[0] = 1.0
+        added[0] = COMMON_DRIFT**2 + (trust.moved * moved) ** 2
+        return keep, added
