@@ -748,6 +748,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "results:losses": losses,
     "results:serving": lambda: section("serving_h200", serving_table),
     "results:rounding": lambda: section("rounding", rounding_table),
+    "results:gains": lambda: section("serving_h200", lengths_table),
     "results:lengths": lambda: section("serving_lengths_h200", lengths_table),
     "results:load": lambda: section("load_h200", load_table),
     "results:shared_budget": lambda: section("shared_budget", budget_table),

@@ -22,13 +22,20 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import command, write_record
+from benchmarks.common import command, git_commit, write_record
 from benchmarks.inflate import Inflation
 from benchmarks.serving import proof
 from benchmarks.serving.cost import count_bytes
 from benchmarks.serving.loader import open_inflator
 from benchmarks.serving.prompts import cut_windows
-from benchmarks.serving.report import Row, format_table, merge, summarize
+from benchmarks.serving.report import (
+    Row,
+    format_table,
+    list_others,
+    merge,
+    stamp,
+    summarize,
+)
 from benchmarks.serving.setup import (
     CPU_SHAPE,
     Workload,
@@ -121,7 +128,7 @@ class Bench:
         self.extra: dict[str, Any] = {"engines": {}, "profile": {}, "proof": None}
         self.commands = [command()]
         if args.out.exists():
-            before = json.loads(args.out.read_text())
+            before = stamp(json.loads(args.out.read_text()), git_commit())
             self.commands = [before["command"], *self.commands]
             self.measured = before["measured"]
             self.extra = {key: before[key] for key in self.extra}
@@ -177,6 +184,7 @@ class Bench:
             command=" && ".join(self.commands),
             bytes_read={n: count_bytes(self.shape, config, n) for n in (1, 8, 64, 512)},
             measured=self.measured,
+            others=list_others(self.measured),
             **self.extra,
         )
         print(format_table(summary), flush=True)
@@ -214,10 +222,9 @@ class Bench:
             decode(llm, cycle[:batch], temperature, warm_up)
             # It shall have seen the load whose steady state is measured.
             end = time.perf_counter() + (SETTLE if speculation.is_auto else 0)
-            for index in itertools.count():
-                if time.perf_counter() >= end:
-                    break
-                start = index % rounds * batch
+            starts = itertools.cycle(range(0, rounds * batch, batch))
+            while time.perf_counter() < end:
+                start = next(starts)
                 part = cycle[start : start + batch]
                 decode(llm, part, temperature, args.tokens)
             choices = ChoiceWatch(llm) if speculation.is_auto else None

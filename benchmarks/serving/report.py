@@ -148,25 +148,30 @@ def join(records: Sequence[Row]) -> Row:
     ``others`` says which measurements are of another commit.
     """
     joined = dict(records[-1])
+    records = [stamp(record, joined["commit"]) for record in records]
     commands = dict.fromkeys(record["command"] for record in records)
     joined["command"] = " && ".join(commands)
     for name in ("engines", "profile"):
         joined[name] = {k: v for record in records for k, v in record[name].items()}
     joined["proof"] = next((r["proof"] for r in records if r["proof"]), None)
-    measured = []
-    for record in records:
-        was = (
-            {} if record["commit"] == joined["commit"] else {"commit": record["commit"]}
-        )
-        measured += [{**was, **row} for row in record["measured"]]
-    joined["measured"] = merge([], measured)
-    joined["others"] = _others(joined["measured"])
+    joined["measured"] = merge([], [m for r in records for m in r["measured"]])
+    joined["others"] = list_others(joined["measured"])
     # Last, as in every record.
     del joined["rows"]
     return {**joined, "rows": summarize(joined["measured"])}
 
 
-def _others(measured: Sequence[Row]) -> list[Row]:
+def stamp(record: Row, commit: str) -> Row:
+    """The record to be kept in one of ``commit``: what is of another has its own."""
+    if record["commit"] == commit:
+        return record
+    was = {"commit": record["commit"]}
+    engines = {name: {**was, **times} for name, times in record["engines"].items()}
+    measured = [{**was, **row} for row in record["measured"]]
+    return {**record, "engines": engines, "measured": measured}
+
+
+def list_others(measured: Sequence[Row]) -> list[Row]:
     """By commit, which points are not of the record's own."""
     found: dict[tuple[Any, ...], list[str]] = {}
     for row in measured:
@@ -191,7 +196,6 @@ def main() -> None:
     args = parser.parse_args()
     paths = args.parts or [args.out]
     record = join([json.loads(path.read_text()) for path in paths])
-    record = {key: value for key, value in record.items() if key != "others" or value}
     if args.parts:
         args.out.write_text(json.dumps(record, indent=1) + "\n")
     print(format_table(record["rows"]))
@@ -199,7 +203,7 @@ def main() -> None:
         rows = compare_loads(record["measured"])
         sampled = compare_loads(record["measured"], sampled=True)
         names = ("command", "commit", "versions", "gpu", "others")
-        loads = {key: record[key] for key in names if key in record}
+        loads = {key: record[key] for key in names}
         loads |= {
             "sampled_geometric_means": mean_ratios(sampled),
             "sampled": sampled,

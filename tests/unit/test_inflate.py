@@ -17,6 +17,7 @@ from benchmarks.serving.report import (
     join,
     mean_ratios,
     merge,
+    stamp,
     summarize,
 )
 from benchmarks.serving.setup import CPU_SHAPE
@@ -349,7 +350,7 @@ def test_rows_of_another_commit_are_named() -> None:
         return {
             "command": f"run {commit}",
             "commit": commit,
-            "engines": {},
+            "engines": {commit: {"start_s": 1.0}},
             "profile": {},
             "proof": None,
             "measured": list(rows),
@@ -375,4 +376,9 @@ def test_rows_of_another_commit_are_named() -> None:
     named = {"commit": "old", "temperature": 0.0, "input_len": 64, "shapes": ["off"]}
     assert joined["others"] == [named]
     assert [r["off_tok_s"] for r in joined["rows"]] == [6.0, 40.0]
+    assert joined["engines"]["old"] == {"commit": "old", "start_s": 1.0}
+    assert joined["engines"]["new"] == {"start_s": 1.0}
     assert join([new])["others"] == []
+    # A record that was joined keeps what it says when more is added.
+    assert join([joined, record("newer")])["others"][1] == named
+    assert stamp(joined, "new") is joined
