@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logit
 from vllm_mtp import compat
 from vllm_mtp.attention.base import TREE_BACKENDS, TreeBuilderMixin
 from vllm_mtp.auto.ladder import Rung, graph_batches, shared_graphs
-from vllm_mtp.auto.profile import load_or_measure
+from vllm_mtp.auto.profile import load_or_measure, repeat_some
 from vllm_mtp.auto.sharing import NodeBudget
 from vllm_mtp.config import SettingsError
 from vllm_mtp.history import is_claimed
@@ -150,9 +150,9 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
     def _run_dummy_step(self, rung: Rung, batch: int, context: int) -> None:
         """One decode step of placeholder requests: target, head and drafts.
 
-        Their tokens are random, since equal ones would all go to the same experts. Not
-        timed is what comes after the head, a few passes over the logits. Where nodes
-        are shared, every request gets as many here.
+        Their tokens are random, since equal ones would all go to the same experts, but
+        for some that a request repeats. Not timed is what comes after the head, a few
+        passes over the logits. Where nodes are shared, every request gets as many here.
         """
         own: Any = self.decode_query_len  # type: ignore[has-type]
         self.decode_query_len = rung.num_nodes + 1
@@ -217,6 +217,7 @@ class TreeRunnerMixin(_Upstream):  # type: ignore[misc]
         if self.is_measuring:
             # Rows marked as padding skip their experts.
             input_batch.is_padding.fill_(False)
+            repeat_some(input_batch.input_ids, input_batch.num_reqs)
         return super().prepare_dummy_attn(input_batch, *args, **kwargs)
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ runs, with other batches and inputs.
 """
 
 import argparse
+import functools
 import gc
 import itertools
 import json
@@ -57,6 +58,11 @@ BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
 SETTLE = 3.0
 """Seconds of a load that ``auto`` serves before it is measured."""
+
+AUTO_STEPS = 60
+"""Steps of a load that are measured of ``auto``, at least: the same batches again, so
+that its looks at other sizes, one in some 50 to 400 steps, count as often as they do
+when it serves for long."""
 
 ROUNDS = {1: 32, 2: 20, 4: 12, 8: 8, 16: 5, 32: 3, 64: 2}
 """Batches of other prompts that are run one after the other; elsewhere one. Accept
@@ -228,9 +234,15 @@ class Bench:
                 part = cycle[start : start + batch]
                 decode(llm, part, temperature, args.tokens)
             choices = ChoiceWatch(llm) if speculation.is_auto else None
-            window = decode_rounds(
-                llm, cycle, batch, rounds, temperature, args.tokens, choices
+            measure = functools.partial(
+                decode_rounds,
+                *(llm, cycle, batch, rounds, temperature, args.tokens, choices),
             )
+            window = measure()
+            while speculation.is_auto and window.steps < AUTO_STEPS:
+                again = measure()
+                again.ids.clear()
+                window.add(again)
             rows.append(self.row(speculation, temperature, length, batch, window))
             if choices is not None:
                 rows[-1]["chose"] = choices.most_used()

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
 from vllm_mtp.auto.acceptance import AcceptanceModel, expected_nodes, tree_nodes
 from vllm_mtp.auto.costs import (
@@ -24,7 +25,7 @@ from vllm_mtp.auto.ladder import (
     rung_of,
     shared_graphs,
 )
-from vllm_mtp.auto.profile import fill_table
+from vllm_mtp.auto.profile import REPEATS, fill_table, repeat_some
 from vllm_mtp.config import (
     AUTO_SIZES,
     SettingsError,
@@ -465,6 +466,28 @@ def test_points_not_measured_are_filled_in() -> None:
     found |= {(1, 1, 1): 15.0, (1, 1, 8): 14.0}
     table = fill_table(found, 2, [1, 8], [1, 9])
     assert table.times[1] == ((15.0, 15.0), (30.0, 30.0))
+
+
+def test_a_longer_context_adds_as_much_for_every_request() -> None:
+    """Catches: a small batch charged for the share that a large one reads."""
+    batches, contexts = [1, 2, 4, 16, 32], [1, 9]
+    found = {(0, 1, batch): 10.0 + batch for batch in batches}
+    found |= {(0, 9, batch): 10.0 + 3 * batch for batch in (4, 32)}
+    table = fill_table(found, 1, batches, contexts)
+    assert table.times[0][1] == tuple(10.0 + 3 * batch for batch in batches)
+
+
+def test_tokens_measured_with_repeat_within_a_request() -> None:
+    torch.manual_seed(0)
+    ids = torch.arange(64 * 13 + 5)
+    repeat_some(ids, 64)
+    assert torch.equal(ids[-5:], torch.arange(64 * 13, 64 * 13 + 5))
+    rows = ids[:-5].view(64, 13)
+    begins = torch.arange(64)[:, None] * 13
+    assert bool((rows >= begins).all())
+    assert bool((rows <= begins + torch.arange(13)).all())
+    repeats = sum(13 - len(row.unique()) for row in rows) / (64 * 12)
+    assert repeats == pytest.approx(REPEATS, abs=0.05)
 
 
 def test_sizes_of_large_batches_cost_before_them_what_they_cost_there() -> None:

@@ -135,6 +135,37 @@ def test_speculation_stops_where_nothing_pays_and_comes_back() -> None:
     assert hopeful.run(policy, 4, 1000) > 0.97
 
 
+def test_many_requests_are_looked_at_though_a_few_were_hopeless() -> None:
+    """Catches: a burst after a hard request, served without drafts for 400 steps."""
+    hard, easy = World(0.1, 0.04), World(0.1, 0.8)
+    policy = make_policy(measured(hard))
+    hard.run(policy, 8, 3 * PROBE_EVERY)
+    assert policy.current == 0
+    easy.run(policy, 128, PROBE_EVERY // 8 + 10)
+    assert policy.current > 0
+    # A batch that grows again and again is not a reason to look each time.
+    policy = make_policy(measured(hard))
+    hard.run(policy, 8, 100)
+    drafted = 0
+    for step in range(2000):
+        batch = 64 if step % 4 else 8
+        rung = policy.choose(batch, CONTEXT)
+        drafted += rung > 0
+        policy.acceptance.observe(rung, [0] * batch if rung else [])
+    assert 0 < drafted < 0.12 * 2000
+
+
+def test_one_step_of_a_large_batch_tells_that_its_text_is_another() -> None:
+    easy, hopeless = World(0.1, 0.85), World(0.1, 0.04)
+    policy = make_policy(measured(easy))
+    easy.run(policy, 128, 200)
+    before = policy.current
+    for _ in range(3):
+        rung = policy.choose(128, CONTEXT)
+        policy.acceptance.observe(rung, [hopeless.draw(rung) for _ in range(128)])
+    assert LADDER[policy.current].num_nodes < LADDER[before].num_nodes
+
+
 def test_it_does_not_flap() -> None:
     world = World(0.05, 0.6)
     policy = make_policy(measured(world))

@@ -15,7 +15,7 @@ from vllm_mtp.auto.ladder import Rung
 
 Vector = npt.NDArray[np.float64]
 
-VERSION = 4
+VERSION = 5
 """Of the cache file."""
 
 MEMORY = 32.0
@@ -48,10 +48,10 @@ MOVED = 0.4
 COMMON_DRIFT = 0.01
 """How far all rungs' costs change from one step to the next."""
 
-STEP_NOISE = 0.05
+STEP_NOISE = 0.02
 """How much steps that should take as long differ."""
 
-OUTLIER = 2.5
+OUTLIER = 3.5
 """Standard deviations that one step counts for at most."""
 
 KEEP = 0.9998

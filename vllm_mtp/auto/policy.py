@@ -7,8 +7,9 @@ from vllm_mtp.auto.acceptance import AcceptanceModel
 from vllm_mtp.auto.costs import CostModel
 from vllm_mtp.auto.ladder import SHARED_FROM, Rung
 
-DECIDE_EVERY = 8
-"""Steps between two decisions while the batch stays about the same."""
+DECIDE_EVERY, DECIDE_TREES = 8, 64
+"""Steps between two decisions while the batch stays about the same, or fewer that
+verify so many trees: of a large batch, one step tells that its text is another."""
 
 GAIN = 1.015
 """A rung must promise this much more than the one in use."""
@@ -16,7 +17,7 @@ GAIN = 1.015
 PROBE_EVERY = 400
 """Steps between two looks at another rung."""
 
-PROBE_STEPS = 4
+PROBE_STEPS = 5
 PROBE_WORTH = 0.95
 """Only rungs that promise this share of the best are looked at ..."""
 
@@ -54,6 +55,9 @@ class Policy:
         self.steps = 0
         self.next_decision = 0
         self.next_probe = PROBE_EVERY // 4
+        self.last_probe = 0
+        # The smallest batch since then.
+        self.least_batch = REST
         self.probing: int | None = None
         self.probe_ends = 0
         self.last_used = [-REST] * len(ladder)
@@ -86,6 +90,10 @@ class Policy:
         moved = abs(batch - self.decided_batch) > 0.15 * self.decided_batch
         if self.steps >= self.next_decision or moved:
             self._decide(batch, context)
+        self.least_batch = min(self.least_batch, batch)
+        if self.current == 0 and batch >= 2 * self.least_batch:
+            # What is known of the text comes from few of these requests.
+            self._look_soon(self.last_probe)
         if self.steps >= self.next_probe:
             self._probe(batch, context)
         chosen = self.current if self.probing is None else self.probing
@@ -100,7 +108,8 @@ class Policy:
             self.current = best
             self.num_switches += 1
         self.decided_batch = batch
-        self.next_decision = self.steps + DECIDE_EVERY
+        wait = min(DECIDE_EVERY, DECIDE_TREES // batch)
+        self.next_decision = self.steps + max(wait, 1)
         self.choice = Choice(
             self.current,
             self.acceptance.predict(self.current),
@@ -111,12 +120,13 @@ class Policy:
         """Spend a few steps on the promising rung that was not used for longest."""
         rates = [self.rate(r, batch, context) for r in range(len(self.ladder))]
         self.next_probe = self.steps + PROBE_EVERY
+        self.last_probe, self.least_batch = self.steps, batch
         if self.current == 0:
             # Has drafting begun to pay? The rung that comes closest tells.
             self.probing = max(range(1, len(rates)), key=rates.__getitem__)
             self.probe_ends = self.steps + PROBE_STEPS
             if not self._is_known(self.probing):
-                self.next_probe = self.steps + PROBE_EVERY // 8
+                self._look_soon(self.steps)
             return
         others = [
             r
@@ -128,7 +138,11 @@ class Policy:
         self.probing = min(others, key=lambda r: (self.last_used[r], -rates[r]))
         self.probe_ends = self.steps + PROBE_STEPS
         if any(not self._is_known(r) or self._doubt(r) > DOUBT for r in others):
-            self.next_probe = self.steps + PROBE_EVERY // 8
+            self._look_soon(self.steps)
+
+    def _look_soon(self, after: int) -> None:
+        """Look at another rung an eighth of the usual time after that step."""
+        self.next_probe = min(self.next_probe, after + PROBE_EVERY // 8)
 
     def _is_promising(self, rung: int, rates: Sequence[float]) -> bool:
         """Whether a rung may be the best, as far as is known."""

@@ -26,11 +26,15 @@ logger = logging.getLogger("vllm." + __name__)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CONTEXTS = (1024, 8192, 32768)
 
-TIMED, LONG_STEP = 3, 0.025
-"""Steps of a point that are timed; one is enough where it takes so many seconds."""
+TIMED, LONG_STEP = 2, 25.0
+"""Steps of a point that are timed; one is enough where it takes so many ms."""
 
 BUDGET = 12.0
 """Seconds; points that would come later keep the shape of those measured."""
+
+REPEATS = 0.2
+"""Of a request's rows after the first. On held-out text the rows of the embedded
+model's trees go to as many experts as if so many were the same (docs/load.md)."""
 
 
 def cost_key(vllm_config: Any) -> str:
@@ -141,7 +145,7 @@ def measure(
 
     At the shortest context every batch; at the others no speculation at every batch,
     trees at every third, and what a budget that runs out has left. Points not measured
-    grow with the context as their neighbours do.
+    follow from these (``fill_table``).
     """
     max_seqs = vllm_config.scheduler_config.max_num_seqs
     batches = [b for b in BATCHES if b in graph_batches(max_seqs) and b < max_seqs]
@@ -152,6 +156,7 @@ def measure(
     found: dict[tuple[int, int, int], float] = {}
     begin = time.perf_counter()
     for context in contexts:
+        ms = [0.0] * len(ladder)
         for batch in batches:
             for index, rung in enumerate(ladder):
                 if batch * (rung.num_drafts + 1) > max_rows:
@@ -163,25 +168,32 @@ def measure(
                 late = time.perf_counter() - begin > BUDGET
                 if context != contexts[0] and agree(late):
                     continue
-                found[index, context, batch] = _time_point(
-                    functools.partial(run_step, rung, batch, context), agree
-                )
+                # The batch before tells how long it may take.
+                count = 1 if agree(ms[index] > LONG_STEP) else TIMED
+                step = functools.partial(run_step, rung, batch, context)
+                ms[index] = found[index, context, batch] = _time_steps(step, count)
     return fill_table(found, len(ladder), batches, contexts)
 
 
-def _time_point(run_step: Callable[[], None], agree: Callable[[bool], bool]) -> float:
-    """Milliseconds of one step; the first one only tells how many to time."""
+def _time_steps(run_step: Callable[[], None], count: int) -> float:
+    """Milliseconds of a step, on the GPU where there is one.
 
-    def seconds(count: int) -> float:
+    As in serving, the host is a step ahead: one that is not timed goes before.
+    """
+    run_step()
+    if not torch.cuda.is_available():
         begin = time.perf_counter()
         for _ in range(count):
             run_step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter() - begin
-
-    count = 1 if agree(seconds(1) > LONG_STEP) else TIMED
-    return seconds(count) / count * 1e3
+        return (time.perf_counter() - begin) / count * 1e3
+    new_event: Callable[..., torch.cuda.Event] = torch.cuda.Event
+    start, end = (new_event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        run_step()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / count
 
 
 def fill_table(
@@ -191,7 +203,8 @@ def fill_table(
     contexts: Sequence[int],
 ) -> CostTable:
     """A whole table from the points measured; costs never fall with the batch."""
-    times = []
+    times: list[tuple[tuple[float, ...], ...]] = []
+    zeros = [0.0] * len(batches)
     for rung in range(num_rungs):
         shortest: list[float] = []
         known = [batch for batch in batches if (rung, contexts[0], batch) in found]
@@ -207,28 +220,53 @@ def fill_table(
             shortest.append(max([value, *shortest[-1:]]))
         rows = [tuple(shortest)]
         for context in contexts[1:]:
-            growth = _growth(found, rung, batches, contexts[0], context)
-            values = [t * g for t, g in zip(shortest, growth, strict=True)]
+            added = _added(found, rung, batches, contexts[0], context)
+            if not added and rung:
+                # As much dearer as no speculation is.
+                added = _added(found, 0, batches, contexts[0], context)
+                ratios = [t / off for t, off in zip(shortest, times[0][0], strict=True)]
+                added = [a * r for a, r in zip(added, ratios, strict=False)]
+            values = [t + a for t, a in zip(shortest, added or zeros, strict=True)]
             rows.append(tuple(itertools.accumulate(values, max)))
         times.append(tuple(rows))
     return CostTable(tuple(batches), tuple(contexts), tuple(times))
 
 
-def _growth(
+def _added(
     found: dict[tuple[int, int, int], float],
     rung: int,
     batches: Sequence[int],
     short: int,
     long: int,
 ) -> list[float]:
-    """How many times dearer a rung is at the longer context, for every batch."""
-    for source in (rung, 0):
-        known = {
-            batch: found[source, long, batch] / found[source, short, batch]
-            for batch in batches
-            if (source, long, batch) in found and (source, short, batch) in found
-        }
-        if known:
-            points = list(known), list(known.values())
-            return [interpolate(*points, batch, rising=False) for batch in batches]
-    return [1.0] * len(batches)
+    """Milliseconds that the longer context adds to a rung, for every batch.
+
+    Attention reads so much more for every request: nothing for none, and a line between
+    two batches measured. Empty: not measured for this rung.
+    """
+    xs, ys = [0.0], [0.0]
+    for batch in batches:
+        if (rung, long, batch) in found and (rung, short, batch) in found:
+            xs.append(batch)
+            ys.append(max(found[rung, long, batch] - found[rung, short, batch], 0.0))
+    return [interpolate(xs, ys, batch) for batch in batches] if len(xs) > 1 else []
+
+
+def repeat_some(token_ids: torch.Tensor, num_reqs: int) -> None:
+    """Let rows repeat tokens of earlier rows of their request, in place.
+
+    Words come again in a text, and in the branches of a tree: ``REPEATS``. What is
+    repeated goes to nearly the same experts, which are then read once.
+
+    Args:
+        token_ids: ``[rows]``, as many for each request, padding rows after them.
+        num_reqs: Requests.
+    """
+    width = len(token_ids) // max(num_reqs, 1)
+    rows = token_ids[: num_reqs * width].view(num_reqs, width)
+    device = token_ids.device
+    earlier = (
+        torch.rand(width, device=device) * torch.arange(width, device=device)
+    ).long()
+    repeats = torch.rand(rows.shape, device=device) < REPEATS
+    rows.copy_(torch.where(repeats, rows[:, earlier], rows))

@@ -52,6 +52,8 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
         self._context = 1024
         self._last_update = 0.0
         self._last_step: tuple[int, int] | None = None
+        # Steps like the last one, without a break.
+        self._num_alike = 0
         self._logged = (0.0, -1)
 
     def _load_costs(self, ladder: Any) -> CostTable | None:
@@ -117,19 +119,26 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
     def _observe(self, scheduler_output: Any, output: Any) -> None:
         now = time.perf_counter()
         elapsed, self._last_update = now - self._last_update, now
+        step = self._told(scheduler_output, output)
+        self._num_alike = self._num_alike + 1 if step == self._last_step else 0
+        self._last_step = step
+        # The first of many steps alike takes longer.
+        if step is not None and self._num_alike > 1:
+            self.shape_policy.costs.observe(*step, self._context, elapsed * 1e3)
+
+    def _told(self, scheduler_output: Any, output: Any) -> tuple[int, int] | None:
+        """Tell what was accepted; rung and requests of a step that only decoded."""
         drafts = scheduler_output.scheduled_spec_decode_tokens
         scheduled = scheduler_output.num_scheduled_tokens
         sampled = output.sampled_token_ids
         if not scheduled or not sampled:
-            self._last_step = None
-            return
+            return None
         widths = {len(tokens) for tokens in drafts.values()}
         width = next(iter(widths)) if len(widths) == 1 else -1 if widths else 0
         rung = self.rung_of.get(width)
         shares = nodes_of_step(self._shared, scheduler_output) > 0
         if rung is None or shares != (width in self._shared):
-            self._last_step = None
-            return
+            return None
         if rung == 0 and scheduler_output.num_spec_tokens_to_schedule == 0:
             self.shape_policy.acceptance.observe(0, ())
         elif rung > 0:
@@ -146,10 +155,7 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
             and len(drafts) == (len(scheduled) if rung else 0)
         )
         next_width = scheduler_output.num_spec_tokens_to_schedule
-        step = (rung, len(scheduled)) if decoding and next_width == width else None
-        if step is not None and step == self._last_step:
-            self.shape_policy.costs.observe(*step, self._context, elapsed * 1e3)
-        self._last_step = step
+        return (rung, len(scheduled)) if decoding and next_width == width else None
 
 
 class AutoShapeScheduler(AutoShapeMixin, TreeScheduler):  # type: ignore[misc]
