@@ -135,6 +135,21 @@ def attention_table(record: Record) -> str:
     )
 
 
+def experts_table(record: Record) -> str:
+    """Different experts that a step reaches, by the size of the tree."""
+    return table(
+        ["nodes, depth", "batch", "text", "timed", "random", "timed / text"],
+        (
+            [
+                f"{row['nodes']}, {row['depth']}",
+                *(row[key] for key in ("batch", "text", "timed", "random")),
+                times(row["timed"] / row["text"]),
+            ]
+            for row in record["rows"]
+        ),
+    )
+
+
 def acceptance_table(record: Record) -> str:
     """Accept length by method and nodes, a column per temperature."""
     rows: Rows = record["rows"]
@@ -752,6 +767,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "results:lengths": lambda: section("serving_lengths_h200", lengths_table),
     "results:load": lambda: section("load_h200", load_table),
     "results:shared_budget": lambda: section("shared_budget", budget_table),
+    "results:experts": lambda: section("experts", experts_table),
     "results:ramp": lambda: section("ramp_h200", ramp_table),
     "results:soak": lambda: section("soak_h200", soak_table),
     "results:frontier": lambda: section("frontier", frontier_table),

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from vllm import SamplingParams
 
-from benchmarks.common import write_record
+from benchmarks.common import git_commit, write_record
 from benchmarks.inflate import Inflation
 from benchmarks.serving.loader import open_inflator
 from benchmarks.serving.prompts import cut_windows
@@ -263,9 +263,9 @@ class Ramp:
         write_model(folder, self.shape)
 
     def _load(self) -> dict[str, Row]:
-        """What the file has, which must be of the same schedule."""
+        """What the file has, which must be of the same schedule and code."""
         before = json.loads(self.args.out.read_text())
-        for key, value in self.settings.items():
+        for key, value in {"commit": git_commit(), **self.settings}.items():
             if before[key] != value:
                 raise SystemExit(
                     f"{self.args.out} was measured with {key}={before[key]}, this run "

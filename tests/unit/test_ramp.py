@@ -1,7 +1,9 @@
 """The load ramp's schedule, what it counts, and what it makes of two engines."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -235,3 +237,24 @@ def test_failures_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dead.failed == 4
     assert dead.tallies[0].tokens > 0
     assert dead.tallies[-1] == Tally()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("commit", "0000000"), ("window", 2.0), (None, None)]
+)
+def test_only_engines_of_the_same_code_and_schedule_are_joined(
+    tmp_path: Path, key: str | None, value: Any
+) -> None:
+    """Catches: an engine of an older commit kept under the new one."""
+    made: Any = object.__new__(ramp.Ramp)
+    made.args = SimpleNamespace(out=tmp_path / "ramp.json")
+    made.settings = {"window": 4.0}
+    record = {"commit": ramp.git_commit(), "window": 4.0, "measured": {"off": {}}}
+    made.args.out.write_text(
+        json.dumps(record if key is None else {**record, key: value})
+    )
+    if key is None:
+        assert made._load() == {"off": {}}
+    else:
+        with pytest.raises(SystemExit, match=f"{key}={value}"):
+            made._load()
