@@ -331,8 +331,7 @@ def test_few_requests_teach_little_about_a_rung() -> None:
         for _ in range(64 // count * 4):
             model.observe(large, [1] * count)
         factors.append(model.factors[large])
-    assert 0.9 < factors[0] < 1
-    assert factors[1] < 0.85
+    assert factors[1] < 0.95 < factors[0] < 1
 
 
 def test_costs_interpolate_and_never_fall() -> None:

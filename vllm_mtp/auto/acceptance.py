@@ -54,6 +54,9 @@ SPREAD = 0.8
 """The same between requests, of what their trees have accepted on average: what was
 expected comes from others too."""
 
+OTHER_TEXT = 0.05
+"""How much easier or harder, relatively, the text may be during a visit than before."""
+
 FACTOR_RANGE = (0.75, 1.33)
 
 SHARING, CERTAIN = {2: 0.22, 3: 0.21, 5: 0.075}, (0.43, 0.34)
@@ -219,7 +222,7 @@ class AcceptanceModel:
         self.is_learned = True
         seen = self.visit_accepted / trees
         noise = (NOISE**2 / trees + SPREAD**2 / self.visit_batch) ** 0.5
-        noise /= max(expected, 0.2)
+        noise = math.hypot(noise / max(expected, 0.2), OTHER_TEXT)
         spread = self.spreads[rung] + DRIFT
         gain = spread**2 / (spread**2 + noise**2)
         self.spreads[rung] = spread * (1 - gain) ** 0.5
