@@ -11,7 +11,8 @@ from tests.helpers.engine import runner_of
 CHUNKS = (1, 4, 8, 16, 32)
 """Rows a pass: one as in decoding, few as in a verify pass, more as in a prefill."""
 
-NOISY_RUNS = 8
+NOISY_RUNS = 128
+"""Computed side by side, each with noise of its own."""
 
 SUBLAYERS = ("self_attn", "mlp", "gate", "input_layernorm", "post_attention_layernorm")
 
@@ -62,11 +63,11 @@ def step_budget(scheduler: Any, tokens: int) -> Iterator[None]:
         scheduler.max_num_scheduled_tokens = before
 
 
-def controls(llm: Any) -> Iterator[str]:
-    """Sets the engine up for one computation after another, by name.
+def controls(llm: Any) -> Iterator[tuple[str, int]]:
+    """Sets the engine up for one control after another: name, number of computations.
 
-    First the prompt in chunks of several sizes, where the engine takes chunks; then in
-    one piece with noise of one rounding on the output of every sublayer. Torch hooks
+    First the prompt in chunks of several sizes, where the engine takes chunks; then
+    with noise of one rounding on the output of every sublayer, many times. Torch hooks
     make the noise, so it is missing where a prefill is compiled or replayed, and with
     several workers, whose models are in other processes.
     """
@@ -74,15 +75,13 @@ def controls(llm: Any) -> Iterator[str]:
     if engine.vllm_config.scheduler_config.enable_chunked_prefill:
         for rows in CHUNKS:
             with step_budget(engine.engine_core.engine_core.scheduler, rows):
-                yield f"in chunks of {rows}"
+                yield f"in chunks of {rows}", 1
     if engine.vllm_config.parallel_config.world_size > 1:
         return
     noise = Noise(runner_of(llm).model)
     # The most that rounding to the nearest changes numbers just below a power of two.
     noise.level = torch.finfo(engine.vllm_config.model_config.dtype).eps / 4
     try:
-        for run in range(NOISY_RUNS):
-            noise.random.manual_seed(run)
-            yield f"with noise {run}"
+        yield "with noise", NOISY_RUNS
     finally:
         noise.remove()

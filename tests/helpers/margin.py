@@ -67,18 +67,26 @@ def unequal_beyond_ties(
         most = max(tolerance / (kind.temperature or 1.0), exact)
         if min(score.lead for score in scores) <= most:
             continue
-        with contextlib.closing(controls(reference_llm)) as names:
-            for name in names:
-                (score,) = _score(
-                    reference_llm, [prefix], [split], [kind], [0], salt=name
+        with contextlib.closing(controls(reference_llm)) as runs:
+            for name, copies in runs:
+                again = _score(
+                    reference_llm,
+                    [prefix] * copies,
+                    [split] * copies,
+                    [kind] * copies,
+                    [0] * copies,
+                    salt=name,
                 )
-                scores += [score] if score is not None else []
-                if scores[-1].lead <= most:
+                scores += [score for score in again if score is not None]
+                if min(score.lead for score in scores) <= most:
                     break
             else:
-                told = ", ".join(f"{score.lead:.3f}" for score in scores)
+                leads = sorted(score.lead for score in scores)
                 where = f"output {split.output}, token {split.first}"
-                faults.append(f"{where}: {told} behind")
+                faults.append(
+                    f"{where}: {leads[0]:.3f} to {leads[-1]:.3f} behind in "
+                    f"{len(leads)} computations"
+                )
     return faults
 
 
