@@ -52,8 +52,8 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
         self._context = 1024
         self._last_update = 0.0
         self._last_step: tuple[int, int] | None = None
-        # Steps like the last one, without a break.
-        self._num_alike = 0
+        # Its time, if that counts once the step after it was one of decoding too.
+        self._last_time: float | None = None
         self._logged = (0.0, -1)
 
     def _load_costs(self, ladder: Any) -> CostTable | None:
@@ -119,26 +119,36 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
     def _observe(self, scheduler_output: Any, output: Any) -> None:
         now = time.perf_counter()
         elapsed, self._last_update = now - self._last_update, now
-        step = self._told(scheduler_output, output)
-        self._num_alike = self._num_alike + 1 if step == self._last_step else 0
-        self._last_step = step
-        # The first of many steps alike takes longer.
-        if step is not None and self._num_alike > 1:
-            self.shape_policy.costs.observe(*step, self._context, elapsed * 1e3)
+        step, only_decodes = self._told(scheduler_output, output)
+        if only_decodes and self._last_time is not None:
+            # Otherwise, with asynchronous scheduling, it has waited for the host to
+            # launch a prefill.
+            assert self._last_step is not None
+            self.shape_policy.costs.observe(
+                *self._last_step, self._context, self._last_time * 1e3
+            )
+        alike = step is not None and step == self._last_step
+        self._last_step, self._last_time = step, elapsed if alike else None
 
-    def _told(self, scheduler_output: Any, output: Any) -> tuple[int, int] | None:
-        """Tell what was accepted; rung and requests of a step that only decoded."""
+    def _told(
+        self, scheduler_output: Any, output: Any
+    ) -> tuple[tuple[int, int] | None, bool]:
+        """Tell what was accepted.
+
+        Returns the rung and the requests of a step whose drafts are those of that rung
+        too, and whether it only decodes.
+        """
         drafts = scheduler_output.scheduled_spec_decode_tokens
         scheduled = scheduler_output.num_scheduled_tokens
         sampled = output.sampled_token_ids
         if not scheduled or not sampled:
-            return None
+            return None, False
         widths = {len(tokens) for tokens in drafts.values()}
         width = next(iter(widths)) if len(widths) == 1 else -1 if widths else 0
         rung = self.rung_of.get(width)
         shares = nodes_of_step(self._shared, scheduler_output) > 0
         if rung is None or shares != (width in self._shared):
-            return None
+            return None, False
         if rung == 0 and scheduler_output.num_spec_tokens_to_schedule == 0:
             self.shape_policy.acceptance.observe(0, ())
         elif rung > 0:
@@ -146,8 +156,7 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
             counts = [len(sampled[index[r]]) - 1 for r in drafts if r in index]
             counts = [count for count in counts if count >= 0]
             self.shape_policy.acceptance.observe(rung, counts)
-        # Only decoding requests, and the drafts made are those of the same rung. A new
-        # request may bring a single token too, and idle time before it.
+        # A new request may bring a single token too, and idle time before it.
         rows = scheduler_output.total_num_scheduled_tokens
         decoding = (
             not scheduler_output.scheduled_new_reqs
@@ -155,7 +164,8 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
             and len(drafts) == (len(scheduled) if rung else 0)
         )
         next_width = scheduler_output.num_spec_tokens_to_schedule
-        return (rung, len(scheduled)) if decoding and next_width == width else None
+        alike = decoding and next_width == width
+        return ((rung, len(scheduled)) if alike else None), decoding
 
 
 class AutoShapeScheduler(AutoShapeMixin, TreeScheduler):  # type: ignore[misc]
