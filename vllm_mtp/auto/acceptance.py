@@ -27,7 +27,7 @@ P_GRID = tuple(0.02 * i for i in range(1, 50))
 MEMORY = 768.0
 """Verified trees that an estimate remembers (exponentially) ..."""
 
-RECENT, SURPRISE = 48.0, 2.5
+RECENT, SURPRISE = 48.0, 3.0
 """... unless the last so many differ from it by more than so many standard deviations.
 Then the text has changed, and they are all that is remembered."""
 
@@ -44,7 +44,7 @@ SAME = 0.05
 FACTOR_SPREAD = 0.02
 """How wrong, relatively, the model may be between two rungs before anything is seen."""
 
-DRIFT = 0.002
+DRIFT = 0.001
 """What a visit to another rung adds to that, as texts change."""
 
 NOISE = 1.2

@@ -24,7 +24,7 @@ PROBE_WORTH = 0.95
 UNKNOWN_WORTH = 0.6
 """... or this share, as long as their steps were not timed while serving."""
 
-DOUBT = 0.02
+DOUBT = 0.03
 """Looks are eight times as frequent while a promising rung's accept length is known
 less exactly than this, relatively."""
 
