@@ -12,6 +12,7 @@ and the mean number of different experts a layer: ``text`` (greedy, held out),
 """
 
 import argparse
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,7 +113,7 @@ def main() -> None:
             for batch in BATCHES:
                 rows.append(measure(llm, runner, routers, rung, batch, prompts))
                 print(rows[-1], flush=True)
-                write_record(args.out, rows, repeats=profile.REPEATS)
+                write_record(args.out, rows, new_words=profile.NEW_WORDS)
 
 
 def measure(
@@ -130,14 +131,14 @@ def measure(
         for start in range(0, REQUESTS, batch):
             generate(llm, prompts[start : start + batch], params)
     counts = {"text": routers.count(text, size)}
-    share = profile.REPEATS
-    for name, repeats in (("timed", share), ("random", 0.0)):
-        profile.REPEATS = repeats
+    usual = profile.NEW_WORDS
+    for name, new_words in (("timed", usual), ("random", math.inf)):
+        profile.NEW_WORDS = new_words
         with routers.catching() as dummy:
             for _ in range(TIMED_STEPS):
                 runner._run_dummy_step(rung, batch, PROMPT)
         counts[name] = routers.count(dummy, size)
-    profile.REPEATS = share
+    profile.NEW_WORDS = usual
     return {
         "batch": batch,
         "nodes": rung.num_nodes,

@@ -27,7 +27,7 @@ P_GRID = tuple(0.02 * i for i in range(1, 50))
 MEMORY = 768.0
 """Verified trees that an estimate remembers (exponentially) ..."""
 
-RECENT, SURPRISE = 48.0, 3.0
+RECENT, SURPRISE = 48.0, 4.0
 """... unless the last so many differ from it by more than so many standard deviations.
 Then the text has changed, and they are all that is remembered."""
 
