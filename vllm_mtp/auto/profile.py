@@ -268,6 +268,9 @@ def repeat_some(token_ids: torch.Tensor, num_reqs: int) -> None:
     rows = token_ids[: num_reqs * width].view(num_reqs, width)
     chance = torch.rand(2, *rows.shape, device=token_ids.device)
     before = torch.arange(width, device=token_ids.device)
-    earlier = rows.gather(1, (chance[0] * before).long())
     repeats = chance[1] < before / (before + NEW_WORDS)
-    rows.copy_(torch.where(repeats, earlier, rows))
+    source = torch.where(repeats, (chance[0] * before).long(), before)
+    for _ in range(width.bit_length()):
+        # What is repeated may be a repetition itself.
+        source = source.gather(1, source)
+    rows.copy_(rows.gather(1, source))
