@@ -48,7 +48,7 @@ def parse_args() -> argparse.Namespace:
     add("--minutes", type=float, default=25)
     add("--probe-every", type=float, default=30, help="seconds")
     add("--concurrency", type=int, default=32 if ON_GPU else 6)
-    add("--pool-tokens", type=int, default=2048 if ON_GPU else 640, help="KV pool")
+    add("--pool-tokens", type=int, default=4096 if ON_GPU else 640, help="KV pool")
     add("--abort", type=float, default=0.15, help="share of requests cut in mid-stream")
     add("--shape", default="3,4,7", help="num_steps,topk,num_speculative_tokens")
     return parser.parse_args()
@@ -149,8 +149,9 @@ class Soak:
                 await asyncio.sleep(max(len(self.segments) * every - now, 0))
 
     async def _segment(self, session: aiohttp.ClientSession, index: int) -> None:
-        start, tokens = time.monotonic(), self._counter("generation_tokens_total")
-        minute = self.minutes
+        start, minute = time.monotonic(), self.minutes
+        tokens = self._counter("generation_tokens_total")
+        preempted = self._counter("num_preemptions_total")
         running = asyncio.create_task(self.traffic.run(session, index % CYCLE))
         end = self.begin + (index + 1 - PAUSE) * self.args.probe_every
         await asyncio.sleep(max(end - start, 1))
@@ -161,7 +162,10 @@ class Soak:
         )
         seconds = time.monotonic() - start
         await running
-        self.segments.append({"minute": minute, "tok_s": tokens / seconds})
+        preempted = self._counter("num_preemptions_total") - preempted
+        self.segments.append(
+            {"minute": minute, "tok_s": tokens / seconds, "preempted": preempted}
+        )
         self.host_mib.append(round(resident_mib(self.server), 1))
         self.device_mib.append(device_used_mib(self.server))
 
