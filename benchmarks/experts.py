@@ -7,8 +7,9 @@ steps of random tokens, some of them repeated within a request; text repeats its
 The tiny model runs both on a CPU; the inputs of its routers go to random routers of
 DeepSeek-V3's size (256 experts in 8 groups; 8 experts of 4 groups a row), as those of
 the inflated model do (``benchmarks.inflate``). A row: ``batch``, ``nodes``, ``depth``,
-and the mean number of different experts a layer: ``text`` (greedy, held out),
-``timed`` (as measured), ``random`` (the same without repeats).
+and the mean number of different experts a layer: ``text`` (greedy, held out; passes in
+which every request of the batch decodes), ``timed`` (as measured), ``random`` (the same
+without repeats).
 """
 
 import argparse
@@ -66,6 +67,7 @@ class Routers:
         """Inputs of the routers inside of it, ``[rows, hidden]`` a layer and pass."""
         self.caught = caught = []
         yield caught
+        self.caught = []
 
     def count(self, caught: list[Tensor], rows: int) -> float:
         """Different experts a pass of so many rows reaches, on average."""

@@ -266,9 +266,10 @@ class Ramp:
         """What the file has, which must be of the same schedule and code."""
         before = json.loads(self.args.out.read_text())
         for key, value in {"commit": git_commit(), **self.settings}.items():
-            if before[key] != value:
+            found = before.get(key)
+            if found != value:
                 raise SystemExit(
-                    f"{self.args.out} was measured with {key}={before[key]}, this run "
+                    f"{self.args.out} was measured with {key}={found}, this run "
                     f"has {value}. Use the same, or another --out."
                 )
         measured: dict[str, Row] = before["measured"]

@@ -3,11 +3,13 @@
 import itertools
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from vllm_mtp.auto import profile
 from vllm_mtp.auto.acceptance import AcceptanceModel, expected_nodes, tree_nodes
 from vllm_mtp.auto.costs import (
     CostCacheError,
@@ -25,7 +27,7 @@ from vllm_mtp.auto.ladder import (
     rung_of,
     shared_graphs,
 )
-from vllm_mtp.auto.profile import NEW_WORDS, fill_table, repeat_some
+from vllm_mtp.auto.profile import NEW_WORDS, fill_table, measure, repeat_some
 from vllm_mtp.config import (
     AUTO_SIZES,
     SettingsError,
@@ -474,6 +476,43 @@ def test_a_longer_context_adds_as_much_for_every_request() -> None:
     found |= {(0, 9, batch): 10.0 + 3 * batch for batch in (4, 32)}
     table = fill_table(found, 1, batches, contexts)
     assert table.times[0][1] == tuple(10.0 + 3 * batch for batch in batches)
+
+
+def test_a_context_that_was_not_measured_goes_on_as_before() -> None:
+    """Catches: the longest contexts as cheap as shorter ones, when the budget ends."""
+    found = {
+        (r, c, b): 10.0 + r + c * b for r in (0, 1) for c in (1, 9) for b in (1, 8)
+    }
+    table = fill_table(found, 2, [1, 8], [1, 9, 33])
+    assert table.contexts == (1, 9)
+    for rung in (0, 1):
+        assert table.predict(rung, 8, 33) == pytest.approx(10 + rung + 33 * 8)
+
+
+def test_a_budget_leaves_out_small_batches_of_long_contexts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches: large ones that follow from the difference of two short steps."""
+    now, steps = [0.0], []
+
+    def run_step(rung: Rung, batch: int, context: int) -> None:
+        steps.append((rung.num_nodes, batch, context))
+        now[0] += 1e-3 * (10 + rung.num_nodes + batch * context / 1024)
+
+    monkeypatch.setattr(profile.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(profile, "BUDGET", 5.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    limits = SimpleNamespace(max_num_seqs=64, max_num_batched_tokens=8192)
+    config = SimpleNamespace(
+        scheduler_config=limits, model_config=SimpleNamespace(max_model_len=16384)
+    )
+    ladder = [OFF, Rung(3, 3), Rung(12, 6)]
+    table = measure(config, ladder, run_step, lambda answer: answer)
+    long = [batch for _, batch, context in steps if context == 8192]
+    assert long[0] == 64
+    assert 1 not in long
+    for batch in (1, 8, 64):
+        assert table.predict(2, batch, 8192) == pytest.approx(22 + batch * 8, rel=0.01)
 
 
 def test_tokens_measured_with_repeat_within_a_request() -> None:

@@ -148,11 +148,11 @@ def test_many_requests_are_looked_at_though_a_few_were_hopeless() -> None:
     hard.run(policy, 8, 100)
     drafted = 0
     for step in range(2000):
-        batch = 64 if step % 4 else 8
+        batch = 16 if step // 20 % 2 else 8
         rung = policy.choose(batch, CONTEXT)
         drafted += rung > 0
         policy.acceptance.observe(rung, [0] * batch if rung else [])
-    assert 0 < drafted < 0.12 * 2000
+    assert 0 < drafted < 0.04 * 2000
 
 
 def test_one_step_of_a_large_batch_tells_that_its_text_is_another() -> None:
@@ -164,6 +164,20 @@ def test_one_step_of_a_large_batch_tells_that_its_text_is_another() -> None:
         rung = policy.choose(128, CONTEXT)
         policy.acceptance.observe(rung, [hopeless.draw(rung) for _ in range(128)])
     assert LADDER[policy.current].num_nodes < LADDER[before].num_nodes
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_looks_of_a_small_batch_do_not_become_more_frequent(batch: int) -> None:
+    """Catches: looks of a few trees, each of which leaves more doubt than it takes."""
+    world = World(0.1, 0.6)
+    policy = make_policy(measured(world))
+    world.run(policy, batch, 20_000)
+    looks = 0
+    for _ in range(10 * PROBE_EVERY):
+        before = policy.probing
+        world.run(policy, batch, 1)
+        looks += policy.probing is not None and before is None
+    assert 0 < looks <= 25
 
 
 def test_it_does_not_flap() -> None:

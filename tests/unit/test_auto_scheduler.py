@@ -100,6 +100,16 @@ def test_a_step_that_waited_for_the_launch_of_a_prefill_is_not_timed(
     assert dearer != is_new
 
 
+def test_without_overlap_a_step_is_timed_at_once(scheduler: Any) -> None:
+    scheduler.overlaps = False
+    costs = scheduler.shape_policy.costs
+    for timed in (0, 1, 2):
+        step(scheduler, 7)
+        assert costs.weights[WIDTHS.index(7)] == pytest.approx(timed, abs=0.1)
+    step(scheduler, 0, is_new=True)
+    assert sum(costs.weights) == pytest.approx(2, abs=0.1)
+
+
 def test_idle_time_before_a_prompt_of_one_token_is_no_step(
     scheduler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,7 @@ FACTOR_SPREAD = 0.02
 """How wrong, relatively, the model may be between two rungs before anything is seen."""
 
 DRIFT = 0.001
-"""What a visit to another rung adds to that, as texts change."""
+"""What a whole visit to another rung adds to that, as texts change."""
 
 NOISE = 1.2
 """Standard deviation of the nodes one tree has accepted."""
@@ -223,7 +223,7 @@ class AcceptanceModel:
         seen = self.visit_accepted / trees
         noise = (NOISE**2 / trees + SPREAD**2 / self.visit_batch) ** 0.5
         noise = math.hypot(noise / max(expected, 0.2), OTHER_TEXT)
-        spread = self.spreads[rung] + DRIFT
+        spread = self.spreads[rung] + DRIFT * min(trees / VISIT, 1.0)
         gain = spread**2 / (spread**2 + noise**2)
         self.spreads[rung] = spread * (1 - gain) ** 0.5
         low, high = FACTOR_RANGE

@@ -15,7 +15,7 @@ from vllm_mtp.auto.ladder import Rung
 
 Vector = npt.NDArray[np.float64]
 
-VERSION = 5
+VERSION = 6
 """Of the cache file."""
 
 MEMORY = 32.0

@@ -56,8 +56,9 @@ class Policy:
         self.next_decision = 0
         self.next_probe = PROBE_EVERY // 4
         self.last_probe = 0
-        # The smallest batch since then.
+        # The smallest batch since then, and how soon a larger one is a reason to look.
         self.least_batch = REST
+        self.patience = PROBE_EVERY // 8
         self.probing: int | None = None
         self.probe_ends = 0
         self.last_used = [-REST] * len(ladder)
@@ -93,7 +94,7 @@ class Policy:
         self.least_batch = min(self.least_batch, batch)
         if self.current == 0 and batch >= 2 * self.least_batch:
             # What is known of the text comes from few of these requests.
-            self._look_soon(self.last_probe)
+            self.next_probe = min(self.next_probe, self.last_probe + self.patience)
         if self.steps >= self.next_probe:
             self._probe(batch, context)
         chosen = self.current if self.probing is None else self.probing
@@ -119,6 +120,10 @@ class Policy:
     def _probe(self, batch: int, context: int) -> None:
         """Spend a few steps on the promising rung that was not used for longest."""
         rates = [self.rate(r, batch, context) for r in range(len(self.ladder))]
+        # Batches that grow and shrink are no reason again and again.
+        is_early = self.current == 0 and self.steps < self.last_probe + PROBE_EVERY
+        longer = min(2 * self.patience, PROBE_EVERY)
+        self.patience = longer if is_early else PROBE_EVERY // 8
         self.next_probe = self.steps + PROBE_EVERY
         self.last_probe, self.least_batch = self.steps, batch
         if self.current == 0:
@@ -126,7 +131,7 @@ class Policy:
             self.probing = max(range(1, len(rates)), key=rates.__getitem__)
             self.probe_ends = self.steps + PROBE_STEPS
             if not self._is_known(self.probing):
-                self._look_soon(self.steps)
+                self._look_soon()
             return
         others = [
             r
@@ -138,11 +143,11 @@ class Policy:
         self.probing = min(others, key=lambda r: (self.last_used[r], -rates[r]))
         self.probe_ends = self.steps + PROBE_STEPS
         if any(not self._is_known(r) or self._doubt(r) > DOUBT for r in others):
-            self._look_soon(self.steps)
+            self._look_soon()
 
-    def _look_soon(self, after: int) -> None:
-        """Look at another rung an eighth of the usual time after that step."""
-        self.next_probe = min(self.next_probe, after + PROBE_EVERY // 8)
+    def _look_soon(self) -> None:
+        """Look at another rung after an eighth of the usual time."""
+        self.next_probe = self.steps + PROBE_EVERY // 8
 
     def _is_promising(self, rung: int, rates: Sequence[float]) -> bool:
         """Whether a rung may be the best, as far as is known."""

@@ -30,7 +30,7 @@ TIMED, LONG_STEP = 2, 25.0
 """Steps of a point that are timed; one is enough where it takes so many ms."""
 
 BUDGET = 13.0
-"""Seconds; points that would come later keep the shape of those measured."""
+"""Seconds; points that would come later follow from those measured."""
 
 NEW_WORDS = 11.0
 """The j-th row of a request after the first repeats an earlier one's token with the
@@ -159,7 +159,8 @@ def measure(
     begin = time.perf_counter()
     for context in contexts:
         ms = [0.0] * len(ladder)
-        for batch in batches:
+        # The largest first, so that small batches are what a budget leaves out.
+        for batch in batches if context == contexts[0] else reversed(batches):
             for index, rung in enumerate(ladder):
                 if batch * (rung.num_drafts + 1) > max_rows:
                     continue
@@ -170,8 +171,9 @@ def measure(
                 late = time.perf_counter() - begin > BUDGET
                 if context != contexts[0] and agree(late):
                     continue
-                # The batch before tells how long it may take.
-                count = 1 if agree(ms[index] > LONG_STEP) else TIMED
+                # The batch before, or the shortest context, tells how long it may take.
+                about = found.get((index, contexts[0], batch), ms[index])
+                count = 1 if agree(about > LONG_STEP) else TIMED
                 step = functools.partial(run_step, rung, batch, context)
                 ms[index] = found[index, context, batch] = _time_steps(step, count)
     return fill_table(found, len(ladder), batches, contexts)
@@ -207,6 +209,9 @@ def fill_table(
     """A whole table from the points measured; costs never fall with the batch."""
     times: list[tuple[tuple[float, ...], ...]] = []
     zeros = [0.0] * len(batches)
+    # A context of which nothing is known would look as cheap as the one before.
+    measured = {context for rung, context, _ in found if rung == 0}
+    contexts = [c for c in contexts if c == contexts[0] or c in measured]
     for rung in range(num_rungs):
         shortest: list[float] = []
         known = [batch for batch in batches if (rung, contexts[0], batch) in found]

@@ -33,6 +33,10 @@ else:
 class AutoShapeMixin(_Upstream):  # type: ignore[misc]
     """Goes before a vLLM scheduler."""
 
+    overlaps = True
+    """Whether a step is scheduled and launched before the output of the one before it
+    is read; if that is a prefill, the time of the one before tells nothing."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = compat.read_config(self.vllm_config)
@@ -52,8 +56,8 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
         self._context = 1024
         self._last_update = 0.0
         self._last_step: tuple[int, int] | None = None
-        # Its time, if that counts once the step after it was one of decoding too.
-        self._last_time: float | None = None
+        # Its context and milliseconds, if they count once the next step only decodes.
+        self._last_time: tuple[int, float] | None = None
         self._logged = (0.0, -1)
 
     def _load_costs(self, ladder: Any) -> CostTable | None:
@@ -120,15 +124,14 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
         now = time.perf_counter()
         elapsed, self._last_update = now - self._last_update, now
         step, only_decodes = self._told(scheduler_output, output)
-        if only_decodes and self._last_time is not None:
-            # Otherwise, with asynchronous scheduling, it has waited for the host to
-            # launch a prefill.
-            assert self._last_step is not None
-            self.shape_policy.costs.observe(
-                *self._last_step, self._context, self._last_time * 1e3
-            )
         alike = step is not None and step == self._last_step
-        self._last_step, self._last_time = step, elapsed if alike else None
+        timed = (self._context, elapsed * 1e3) if alike else None
+        told = self._last_time if only_decodes else None
+        if not self.overlaps:
+            told = timed
+        if told is not None and self._last_step is not None:
+            self.shape_policy.costs.observe(*self._last_step, *told)
+        self._last_step, self._last_time = step, timed
 
     def _told(
         self, scheduler_output: Any, output: Any
@@ -170,6 +173,8 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
 
 class AutoShapeScheduler(AutoShapeMixin, TreeScheduler):  # type: ignore[misc]
     """With synchronous scheduling."""
+
+    overlaps = False
 
 
 class AutoShapeAsyncScheduler(AutoShapeMixin, TreeAsyncScheduler):  # type: ignore[misc]
