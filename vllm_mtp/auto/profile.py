@@ -271,10 +271,13 @@ def repeat_some(token_ids: torch.Tensor, num_reqs: int) -> None:
     """
     width = len(token_ids) // max(num_reqs, 1)
     rows = token_ids[: num_reqs * width].view(num_reqs, width)
-    chance = torch.rand(2, *rows.shape, device=token_ids.device)
     before = torch.arange(width, device=token_ids.device)
-    repeats = chance[1] < before / (before + NEW_WORDS)
-    source = torch.where(repeats, (chance[0] * before).long(), before)
+    # Every request repeats about as many (systematic sampling): few steps are timed.
+    total = (before / (before + NEW_WORDS)).cumsum(0)
+    passed = (total + torch.rand(num_reqs, 1, device=token_ids.device)).floor()
+    repeats = passed.diff(dim=1, prepend=passed.new_zeros(num_reqs, 1)) > 0
+    earlier = (torch.rand(rows.shape, device=token_ids.device) * before).long()
+    source = torch.where(repeats, earlier, before)
     for _ in range(width.bit_length()):
         # What is repeated may be a repetition itself.
         source = source.gather(1, source)
