@@ -166,10 +166,12 @@ def test_one_step_of_a_large_batch_tells_that_its_text_is_another() -> None:
     assert LADDER[policy.current].num_nodes < LADDER[before].num_nodes
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-def test_looks_of_a_small_batch_do_not_become_more_frequent(batch: int) -> None:
+@pytest.mark.parametrize(("batch", "row_price"), [(1, 0.3), (4, 0.1)])
+def test_looks_of_a_small_batch_do_not_become_more_frequent(
+    batch: int, row_price: float
+) -> None:
     """Catches: looks of a few trees, each of which leaves more doubt than it takes."""
-    world = World(0.1, 0.6)
+    world = World(row_price, 0.6)
     policy = make_policy(measured(world))
     world.run(policy, batch, 20_000)
     looks = 0

@@ -26,7 +26,7 @@ def scheduler() -> Any:
     costs = CostModel(default_table(LADDER), len(LADDER), is_measured=True)
     made.shape_policy = Policy(LADDER, AcceptanceModel(LADDER, 3), costs)
     made._context, made._last_update = 1024, 0.0
-    made._last_step = made._last_time = None
+    made._last_step = made._pending = None
     made.max_context, made._lookups, made._logged = None, 0, (0.0, -1)
     return made
 

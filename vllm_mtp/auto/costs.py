@@ -157,26 +157,20 @@ def _is_axis(points: Sequence[int]) -> bool:
     return len(points) > 0 and points[0] > 0 and rising
 
 
-def interpolate(
-    xs: Sequence[float], ys: Sequence[float], x: float, *, rising: bool = True
-) -> float:
+def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
     """Piecewise linear; beyond the last point the last slope goes on.
 
     Args:
         xs: Rising.
-        ys: One for each of ``xs``.
+        ys: One for each of ``xs``; they rise as costs do, so slopes below 0 count as 0.
         x: Where.
-        rising: As costs are: slopes below 0 count as 0. Otherwise the value is that of
-            the nearest end outside of ``xs``.
     """
     if len(xs) == 1 or x <= xs[0]:
         return ys[0]
-    if not rising and x >= xs[-1]:
-        return ys[-1]
     high = next((i for i, known in enumerate(xs) if x <= known), len(xs) - 1)
     low = high - 1
     slope = (ys[high] - ys[low]) / (xs[high] - xs[low])
-    return float(ys[low] + (max(slope, 0.0) if rising else slope) * (x - xs[low]))
+    return float(ys[low] + max(slope, 0.0) * (x - xs[low]))
 
 
 def default_table(ladder: Sequence[Rung]) -> CostTable:

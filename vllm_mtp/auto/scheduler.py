@@ -56,8 +56,9 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
         self._context = 1024
         self._last_update = 0.0
         self._last_step: tuple[int, int] | None = None
-        # Its context and milliseconds, if they count once the next step only decodes.
-        self._last_time: tuple[int, float] | None = None
+        # Its rung, requests, context and milliseconds, which count once the next step
+        # only decodes.
+        self._pending: tuple[int, int, int, float] | None = None
         self._logged = (0.0, -1)
 
     def _load_costs(self, ladder: Any) -> CostTable | None:
@@ -124,14 +125,15 @@ class AutoShapeMixin(_Upstream):  # type: ignore[misc]
         now = time.perf_counter()
         elapsed, self._last_update = now - self._last_update, now
         step, only_decodes = self._told(scheduler_output, output)
-        alike = step is not None and step == self._last_step
-        timed = (self._context, elapsed * 1e3) if alike else None
-        told = self._last_time if only_decodes else None
-        if not self.overlaps:
-            told = timed
-        if told is not None and self._last_step is not None:
-            self.shape_policy.costs.observe(*self._last_step, *told)
-        self._last_step, self._last_time = step, timed
+        timed = None
+        if step is not None and step == self._last_step:
+            timed = (*step, self._context, elapsed * 1e3)
+        told = timed
+        if self.overlaps:
+            told = self._pending if only_decodes else None
+        if told is not None:
+            self.shape_policy.costs.observe(*told)
+        self._last_step, self._pending = step, timed
 
     def _told(
         self, scheduler_output: Any, output: Any
