@@ -57,6 +57,15 @@ class Run:
     """Module -> its quantisation method."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    """vLLM's build for CPUs with AVX2 alone computes nothing in 4 bits."""
+    import vllm._custom_ops  # noqa: F401
+
+    if not GPUS and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        pytest.skip("vLLM's build for this CPU has no 4-bit kernel (cpu_gemm_wna16)")
+
+
 @pytest.fixture
 def run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

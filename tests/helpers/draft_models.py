@@ -79,11 +79,15 @@ def load_draft(target: Path, draft: Path | None = None, **settings: Any) -> nn.M
     """The draft model, loaded through ``load_mtp_layer``. Needs ``one_rank``.
 
     Its parameters stay as they were read: vLLM's packing for the CPU's kernels, which
-    empties them, is left out.
+    empties them, is left out. Nothing is computed, so FP8 layers load on a CPU without
+    AMX too, where vLLM has no kernel to run them.
     """
     from unittest.mock import patch
 
     from vllm.config import set_current_vllm_config
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import (
+        CPUFp8BlockScaledMMKernel,
+    )
     from vllm.model_executor.model_loader import base_loader
 
     from vllm_mtp.models import load_mtp_layer
@@ -97,10 +101,18 @@ def load_draft(target: Path, draft: Path | None = None, **settings: Any) -> nn.M
             stub = TargetStub(hf_config.vocab_size, hf_config.hidden_size)
         finally:
             torch.set_default_dtype(before)
-        with patch.object(base_loader, "process_weights_after_loading"):
+        with (
+            patch.object(base_loader, "process_weights_after_loading"),
+            patch.object(CPUFp8BlockScaledMMKernel, "is_supported", supported),
+        ):
             model: nn.Module = load_mtp_layer(stub, vllm_config)
     model.target_stub = [stub]
     return model
+
+
+def supported(compute_capability: int | None = None) -> tuple[bool, str | None]:
+    """What a kernel class of vLLM answers where it can run."""
+    return True, None
 
 
 def layer_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
